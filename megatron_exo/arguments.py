@@ -1,0 +1,172 @@
+"""ExoFormer's command-line arguments, beside Megatron's own.
+
+A run names a variant and a size (``--exo-variant``, ``--preset``) and overrides single axes or sizes as it likes.
+Everything an ExoFormer needs of Megatron (RMSNorm, RoPE, SwiGLU, no biases, ...) is a default here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NoReturn
+
+from megatron_exo import platform, presets
+from megatron_exo.config import (
+    ANCHOR_WEIGHTS,
+    ANCHORS,
+    CONTROLS,
+    GATES,
+    GRANULARITIES,
+    MIXINGS,
+    ExoConfig,
+    ExoConfigError,
+)
+from megatron_exo.variants import VARIANTS, get_variant
+
+_AXES: dict[str, tuple[Sequence[str] | type, str]] = {
+    "gate": (GATES, "multiply the attention output by an elementwise sigmoid gate, or not"),
+    "anchor": (ANCHORS, "source of the anchor: layer 1's own projections, or matrices applied to H_0, H_1, H_2"),
+    "pathways": (str, "pathways that are mixed: a subset of 'qkvg', or 'none'"),
+    "anchor_norm": (str, "pathways whose anchor is normalised: a subset of 'qkvg', or 'none'"),
+    "post_norm": (str, "pathways normalised again after mixing: a subset of 'vg', or 'none'"),
+    "granularity": (GRANULARITIES, "shape of the mixing coefficients of a layer"),
+    "mixing": (MIXINGS, "static coefficients, or coefficients times a sigmoid scalar per token"),
+    "anchor_weights": (ANCHOR_WEIGHTS, "learn the anchor's matrices, or keep them random"),
+    "control": (CONTROLS, "a control in place of the anchor"),
+    "drop_anchor": (str, "inference only: pathways whose anchor term is removed"),
+    "drop_current": (str, "inference only: pathways whose current term is removed"),
+    "dynamic_hidden_size": (int, "hidden width of the dynamic-mixing MLP"),
+}
+"""Axis of ExoConfig → (choices or type, help)."""
+
+
+def add_exo_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Add ``--exo-*`` and ``--preset``, and set Megatron's defaults to what this model and machine need.
+
+    The preset and the variant are looked up while the parser is built, so that anything else on the command line
+    overrides what they bring.
+    """
+    group = parser.add_argument_group("ExoFormer", "the variant, axis by axis; see docs/variants.md")
+    group.add_argument(
+        "--exo-variant",
+        default="dynamic-e-exoformer",
+        metavar="NAME",
+        help=f"a variant by its paper name (default: %(default)s); one of: {', '.join(VARIANTS)}",
+    )
+    for axis, (kind, text) in _AXES.items():
+        option: dict[str, Any] = {"type": kind} if isinstance(kind, type) else {"choices": kind}
+        group.add_argument(f"--exo-{axis.replace('_', '-')}", default=None, help=f"{text}; overrides the variant", **option)
+    group.add_argument(
+        "--exo-z-loss-weight", type=float, default=1e-5, help="weight of the mean squared log-partition in the loss (default: %(default)s)"
+    )
+    group.add_argument(
+        "--exo-log",
+        choices=("short", "full"),
+        default="short",
+        help="what the terminal shows: a plan and one line per log interval, or everything Megatron prints "
+        "(which always goes to SAVE/logs)",
+    )
+    group.add_argument("--preset", metavar="NAME", default=None, help=f"model and run sizes: {', '.join(presets.PRESETS)}")
+
+    parser.error = partial(_one_line_error, parser)  # type: ignore[method-assign]
+    parser.set_defaults(**megatron_defaults())
+    chosen = _early_arguments(group)
+    if chosen.preset is not None:
+        parser.set_defaults(**presets.resolve(chosen.preset, exo_config_from_args(chosen)))
+    return parser
+
+
+def _one_line_error(parser: ArgumentParser, message: str) -> NoReturn:
+    """Without argparse's usage of 700 options; for an unknown option, with the nearest known ones."""
+    if message.startswith("unrecognized arguments: "):
+        unknown = message.removeprefix("unrecognized arguments: ").split()[0].split("=")[0]
+        known = [option for action in parser._actions for option in action.option_strings]
+        near = difflib.get_close_matches(unknown, known, n=2)
+        message = f"unknown argument {unknown}; " + (f"did you mean {' or '.join(near)}?" if near else "--help lists them all")
+    parser.exit(2, f"error: {message}\n")
+
+
+def _early_arguments(group: Any) -> Namespace:
+    """Parse this group's own arguments alone, before Megatron's parser sees the command line."""
+    early = ArgumentParser(add_help=False, allow_abbrev=False)
+    for action in group._group_actions:
+        early.add_argument(*action.option_strings, dest=action.dest, type=action.type, default=action.default, choices=action.choices)
+    return early.parse_known_args(sys.argv[1:])[0]
+
+
+def exo_config_from_args(args: Namespace) -> ExoConfig:
+    """The variant named on the command line with the axes given beside it.
+
+    Raises:
+        ExoConfigError: an unknown variant, or axes that contradict each other.
+    """
+    changes = {axis: value for axis in _AXES if (value := getattr(args, f"exo_{axis}")) is not None}
+    return get_variant(args.exo_variant).exo.replace(**changes)
+
+
+def megatron_defaults() -> dict[str, object]:
+    """Defaults of Megatron's own arguments: what the architecture fixes, and what this machine can run."""
+    architecture: dict[str, object] = {
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": 1e-6,
+        "add_bias_linear": False,
+        "swiglu": True,
+        "position_embedding_type": "rope",
+        "rotary_base": 500000,
+        "untie_embeddings_and_output_weights": True,
+        "qk_layernorm": True,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "adam_beta2": 0.95,
+    }
+    # Causal attention needs no mask from the loader; checkpoints can be read at any layout.
+    habits: dict[str, object] = {
+        "calculate_per_token_loss": True,  # every token weighs the same, whatever micro-batch it is in
+        "create_attention_mask_in_dataloader": False,
+        "dist_ckpt_optim_fully_reshardable": True,
+        "distributed_backend": platform.communication_backend(),
+        "transformer_impl": default_transformer_impl(),
+    }
+    if habits["transformer_impl"] == "local":
+        # Kernels that only Transformer Engine or Apex bring.
+        habits |= {"gradient_accumulation_fusion": False, "masked_softmax_fusion": False, "apply_rope_fusion": False}
+        habits |= {"no_persist_layer_norm": True}
+    if not platform.is_gpu():
+        habits |= {"bias_swiglu_fusion": False, "bias_dropout_fusion": False, "bias_gelu_fusion": False}
+    return architecture | habits
+
+
+def default_transformer_impl() -> str:
+    """``transformer_engine`` on a GPU where it is installed, ``local`` otherwise."""
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+
+    return "transformer_engine" if HAVE_TE and platform.is_gpu() else "local"
+
+
+def check_arguments(args: Namespace) -> None:
+    """Refuse what can be seen before anything is built.
+
+    Raises:
+        ExoConfigError: one line that says what, why, and what instead.
+    """
+    exo = exo_config_from_args(args)
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+
+    if args.transformer_impl == "transformer_engine" and not (HAVE_TE and platform.is_gpu()):
+        why = "it is not installed" if not HAVE_TE else "it needs a CUDA device"
+        raise ExoConfigError(
+            f"--transformer-impl transformer_engine cannot be used here: {why}; use --transformer-impl local "
+            "(python -m megatron_exo.doctor says what is missing)"
+        )
+    if (exo.drop_anchor or exo.drop_current) and not args.skip_train:
+        raise ExoConfigError("--exo-drop-anchor and --exo-drop-current are interventions at inference; use them with --skip-train")
+    if args.num_layers is None or args.hidden_size is None:
+        raise ExoConfigError("the model has no size; pass --preset (demo, 450M, 1B) or --num-layers, --hidden-size and so on")
+    if args.exo_z_loss_weight < 0:
+        raise ExoConfigError(f"--exo-z-loss-weight must not be negative, got {args.exo_z_loss_weight}")
+    for name in ("use_megatron_fsdp", "use_torch_fsdp2", "hybrid_layer_pattern", "sft", "perform_rl_step"):
+        if getattr(args, name, None):
+            raise ExoConfigError(f"--{name.replace('_', '-')} is not supported with ExoFormer")

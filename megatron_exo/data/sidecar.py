@@ -1,0 +1,49 @@
+"""The JSON file beside a dataset: which tokenizer made it, from what, and how much of it there is."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Sidecar:
+    """The content of ``PREFIX.json``. Paths are reduced to names, so that the file can travel with the data."""
+
+    tokenizer_type: str
+    tokenizer_model: str
+    """Name of the tokenizer's file or folder."""
+    tokenizer_sha256: str
+    """Digest of the tokenizer's files (:meth:`megatron_exo.data.tokenizers.TokenizerSpec.sha256`)."""
+    tokenizer_fingerprint: str
+    """Digest of what the tokenizer does (:func:`megatron_exo.data.tokenizers.fingerprint`)."""
+    vocab_size: int
+    eod: int | None
+    append_eod: bool
+    dtype: str
+    documents: int
+    tokens: int
+    """Tokens in the dataset, separators included."""
+    empty_documents: int
+    """Documents of the input that held no text and were left out."""
+    inputs: list[str]
+
+    def save(self, path: str) -> None:
+        Path(path).write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str) -> Sidecar:
+        """Raises ``ValueError`` for a file that is not a sidecar, saying what is missing or unknown."""
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+            sidecar = cls(**content)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path}: not a dataset description of this project ({error})") from None
+        for name in ("vocab_size", "documents", "tokens"):
+            if not isinstance(getattr(sidecar, name), int):
+                raise ValueError(f"{path}: {name} must be a whole number, not {getattr(sidecar, name)!r}")
+        if sidecar.dtype not in ("uint16", "int32"):
+            raise ValueError(f"{path}: dtype must be uint16 or int32, not {sidecar.dtype!r}")
+        return sidecar

@@ -1,0 +1,89 @@
+"""One micro-batch: fetch it, run the model, reduce the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
+from megatron.training import get_args, get_timers
+from torch import Tensor
+
+_BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+
+
+def get_batch(data_iterator: Iterator[dict[str, Tensor]], vp_stage: int | None) -> tuple[Tensor | None, ...]:
+    """Tokens, labels, loss mask, attention mask and position ids of this rank.
+
+    All [b, s / cp], or ``None`` where this pipeline stage does not need them; the attention mask is ``None`` unless
+    the loader makes one. The first tensor-parallel rank reads, the others receive.
+    """
+    args = get_args()
+    first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
+    last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
+    if not first and not last:
+        return (None,) * len(_BATCH_KEYS)
+    batch: dict[str, Any] = {}
+    if parallel_state.get_tensor_model_parallel_rank() == 0:
+        device = torch.cuda.current_device()
+        read = next(data_iterator)
+        batch = {key: read[key].to(device, non_blocking=True) if key in read else None for key in _BATCH_KEYS}
+    batch = get_batch_on_this_tp_rank(
+        batch,
+        has_cu_seqlens=False,
+        is_hybrid_cp=False,
+        create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
+        broadcast_src_rank=parallel_state.get_tensor_model_parallel_src_rank(),
+        broadcast_group=parallel_state.get_tensor_model_parallel_group(),
+        cp_size=args.context_parallel_size,
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        micro_batch_size=args.micro_batch_size,
+        seq_length=args.seq_length,
+        mtp_on_this_rank=False,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        is_pipeline_first_stage=first,
+        is_pipeline_last_stage=last,
+    )
+    batch = {key: batch.get(key) for key in _BATCH_KEYS}
+    batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group())
+    return tuple(batch[key] for key in _BATCH_KEYS)
+
+
+def loss_func(loss_mask: Tensor, output: Tensor, z_loss_weight: float) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Sum the losses of a micro-batch over its unmasked tokens.
+
+    Args:
+        loss_mask: [b, s], 1 where a token counts.
+        output: [b, s, 2] from :class:`~megatron_exo.model.gpt.ExoGPTModel`: cross-entropy and squared log-partition.
+        z_loss_weight: weight of the second.
+
+    Returns:
+        The loss sum, the number of tokens (Megatron divides by their total over all ranks), and pairs
+        (sum, tokens) for the log: ``lm loss`` is the cross-entropy alone, ``z loss`` the weighted rest.
+    """
+    weights = loss_mask.float().unsqueeze(-1)
+    cross_entropy, squared = (output.float() * weights).sum(dim=(0, 1))
+    z_loss = z_loss_weight * squared
+    loss = cross_entropy + z_loss
+    num_tokens = loss_mask.sum().detach().to(torch.int)
+
+    args = get_args()
+    if args.check_for_nan_in_loss_and_grad:
+        for rejected, message in ((torch.isnan, "found NaN in the local loss"), (torch.isinf, "found Inf in the local loss")):
+            get_rerun_state_machine().validate_result(result=loss, rejection_func=rejected, message=message, tolerance=0.0, fatal=True)
+    pair = lambda value: torch.stack([value.detach(), num_tokens.to(value.dtype)])  # noqa: E731
+    return loss, num_tokens, {"lm loss": pair(cross_entropy), "z loss": pair(z_loss)}
+
+
+def forward_step(data_iterator: Iterator[dict[str, Tensor]], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+    """Megatron's forward step: the model's output and how to reduce it."""
+    args, timers = get_args(), get_timers()
+    timers("batch-generator", log_level=2).start()
+    tokens, labels, loss_mask, attention_mask, position_ids = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
+    timers("batch-generator").stop()
+    output = model(tokens, position_ids, attention_mask, labels=labels)
+    return output, partial(loss_func, loss_mask, z_loss_weight=args.exo_z_loss_weight)

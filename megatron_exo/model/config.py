@@ -1,0 +1,120 @@
+"""Megatron's transformer configuration with a point on ExoFormer's axes in it, and what the two do not allow together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+
+from megatron_exo.config import ExoConfig, ExoConfigError
+from megatron_exo.model.projections import HeadLayout
+
+
+@dataclass
+class ExoTransformerConfig(TransformerConfig):
+    """A ``TransformerConfig`` whose layers are ExoFormer layers.
+
+    The gate, QK-norm and per-layer checkpoint keys follow from ``exo`` and are set here; what cannot carry anchors is
+    refused.
+
+    Raises:
+        ExoConfigError: one line that says what is not supported, why, and what to use instead.
+    """
+
+    exo: ExoConfig = field(default_factory=ExoConfig)
+    """The point on the axes of variation (SPEC of the paper's variants: :mod:`megatron_exo.variants`)."""
+
+    def __post_init__(self) -> None:
+        if self.attention_output_gate and not self.exo.has_gate:
+            raise ExoConfigError("--attention-output-gate contradicts a variant without a gate; use --exo-gate elementwise")
+        self.attention_output_gate = self.exo.has_gate
+        self.qk_layernorm = True  # the paper's Q and K are always normalised after mixing
+        # Layers may differ (source layer, unmixed layers), so checkpoints name each layer instead of stacking them;
+        # for every variant, so that one reader serves all.
+        self.hetereogenous_dist_checkpoint = True
+        super().__post_init__()
+        for problem in self._problems():
+            raise ExoConfigError(problem)
+
+    @property
+    def head_layout(self) -> HeadLayout:
+        """The heads of the whole model (a rank's own part: divide the groups by tp)."""
+        assert self.num_query_groups is not None and self.kv_channels is not None
+        return HeadLayout(self.num_query_groups, self.num_attention_heads // self.num_query_groups, self.kv_channels)
+
+    @property
+    def anchor_width(self) -> int:
+        """Channels of the joined anchor over all tensor-parallel ranks."""
+        return self.head_layout.total_width(self.exo.pathways)
+
+    def _problems(self) -> Iterator[str]:
+        """Every reason why this configuration cannot be built, the most basic first."""
+        tp, groups = self.tensor_model_parallel_size, self.num_query_groups
+        if groups % tp:
+            yield (
+                f"num_query_groups {groups} is not divisible by tensor_model_parallel_size {tp}: K/V anchors and gates "
+                f"are split by whole query groups; use a tensor-parallel size that divides {groups}"
+            )
+        source = self.exo.source_layer
+        if source is not None and self.exo.anchor != "none" and self.exo.first_mixed_layer > self.num_layers:
+            yield f"anchor {self.exo.anchor!r} is mixed from layer {self.exo.first_mixed_layer} on, but there are {self.num_layers} layers"
+        if self.normalization != "RMSNorm":
+            yield f"ExoFormer uses RMSNorm, not {self.normalization}; pass --normalization RMSNorm"
+        if self.add_bias_linear or self.add_qkv_bias:
+            yield "ExoFormer's projections have no biases; pass --disable-bias-linear and leave out --add-qkv-bias"
+        if self.context_parallel_size > 1 and self.transformer_impl == "local":
+            yield "the local backend's attention has no context parallelism; use --transformer-impl transformer_engine"
+        for field_name, why in _UNSUPPORTED.items():
+            if getattr(self, field_name, None):
+                yield f"{field_name} is not supported with ExoFormer layers: {why}"
+        if self.cuda_graph_impl != "none":
+            yield "CUDA graphs are not supported: the captured layer has no input for the anchor; use --cuda-graph-impl none"
+        if self.transformer_impl not in ("local", "transformer_engine"):
+            yield f"transformer_impl {self.transformer_impl!r} is not supported; use local or transformer_engine"
+        if source is None:
+            return
+        if self.distribute_saved_activations:
+            yield "distribute_saved_activations would not split the anchor; leave out --distribute-saved-activations"
+        if self.pipeline_model_parallel_size > 1:
+            if self.fp32_residual_connection:
+                yield "fp32 residual connections cannot share the wire between stages with anchors; leave out --fp32-residual-connection"
+            for pp_rank, vp_stage in self._chunks_without_layers():
+                yield (
+                    f"pipeline stage {pp_rank} (virtual stage {vp_stage}) has no decoder layer, and anchors are handed "
+                    f"on by layers; give every stage at least one"
+                )
+
+    def _chunks_without_layers(self) -> Iterator[tuple[int, int]]:
+        for vp_stage in range(self.virtual_pipeline_model_parallel_size or 1):
+            for pp_rank in range(self.pipeline_model_parallel_size):
+                layout = self.pipeline_model_parallel_layout
+                if layout is not None:
+                    layers = layout.layout[pp_rank][vp_stage].count(LayerType.decoder)
+                else:
+                    virtual = vp_stage if self.virtual_pipeline_model_parallel_size else None
+                    layers = get_num_layers_to_build(self, virtual, pp_rank)
+                if layers == 0:
+                    yield pp_rank, vp_stage
+
+
+_UNSUPPORTED = {
+    "multi_latent_attention": "latent attention has no per-head K and V projections to mix",
+    "mtp_num_layers": "multi-token-prediction layers get no anchor",
+    "flash_decode": "its decode path returns before the output gate and would give wrong results",
+    "fused_single_qkv_rope": "it rotates Q and K before they can be mixed",
+    "num_moe_experts": "the layer spec has a dense MLP",
+    "qk_clip": "it rescales a packed QKV matrix without knowing its gate rows",
+    "qk_l2_norm": "the paper's QK-norm is an RMSNorm with a learned gain",
+    "test_mode": "it compares QK-norm biases, which RMSNorm does not have",
+    "cpu_offloading": "the anchor is not among the offloaded activations",
+    "fine_grained_activation_offloading": "the anchor is not among the offloaded activations",
+    "overlap_moe_expert_parallel_comm": "its schedule calls the parts of a layer without the anchor",
+    "experimental_attention_variant": "only softmax attention has the pathways that are mixed",
+    "heterogeneous_block_specs": "all layers are ExoFormer layers",
+    "layernorm_zero_centered_gamma": "gains are stored around one, as in the paper",
+    "init_model_with_meta_device": "λ and gains are set on construction",
+}
+"""TransformerConfig fields that bypass or break the anchor's path, and why."""

@@ -1,0 +1,38 @@
+"""Megatron's GPT model around ExoFormer layers. It adds the loss; anchors are the layers' own affair."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+
+from megatron_exo.model.loss import vocab_parallel_cross_entropy
+
+
+class ExoGPTModel(GPTModel):
+    """``GPTModel`` whose loss leaves vocabulary padding out and reports the log-partition for the z-loss.
+
+    Args:
+        true_vocab_size: the tokenizer's vocabulary; rows of the embedding and the head beyond it are padding.
+    """
+
+    def __init__(self, *args: Any, true_vocab_size: int, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.true_vocab_size = true_vocab_size
+
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """Per-token losses.
+
+        Args:
+            labels: int64 [b, s].
+            logits: [s, b, padded_vocab / tp].
+
+        Returns:
+            float32 [b, s, 2]: cross-entropy, and the square of the log-partition (the z-loss before its weight).
+        """
+        loss, log_partition = vocab_parallel_cross_entropy(
+            logits, labels.transpose(0, 1).contiguous(), self.true_vocab_size, self.pg_collection.tp
+        )
+        return torch.stack([loss, log_partition.square()], dim=-1).transpose(0, 1).contiguous()

@@ -1,0 +1,69 @@
+"""Which device Megatron runs on, and what has to be changed for that: the one home of this question.
+
+``megatron.core`` and ``megatron.training`` assume CUDA. :func:`activate`, called once at program start before
+any model is built, makes the unmodified packages run on CPU tensors and gloo where there is no CUDA, and does
+next to nothing where there is. Nothing happens on import. Every change is a :class:`~.registry.Patch` with its
+dotted target and its reason, and :func:`deactivate` takes all of them back.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from megatron_exo.platform.registry import Patch, PatchRegistry
+
+__all__ = ["Patch", "activate", "active_patches", "communication_backend", "deactivate", "device", "is_gpu"]
+
+_registry = PatchRegistry()
+_true_cuda_available = torch.cuda.is_available
+
+
+def is_gpu() -> bool:
+    """Whether models live on CUDA devices. ``MEGATRON_EXO_DEVICE=cpu`` keeps a GPU machine on the CPU path."""
+    return os.environ.get("MEGATRON_EXO_DEVICE", "") != "cpu" and _true_cuda_available()
+
+
+def device() -> torch.device:
+    """The device of this process's parameters and activations."""
+    return torch.device("cuda", torch.cuda.current_device()) if is_gpu() else torch.device("cpu")
+
+
+def communication_backend() -> str:
+    """The torch.distributed backend: ``nccl`` on GPUs, ``gloo`` on CPUs."""
+    return "nccl" if is_gpu() else "gloo"
+
+
+def activate() -> None:
+    """Apply every patch that this machine needs. Calling it again does nothing."""
+    # Megatron demands this variable for tensor parallelism even where no device reads it.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    if _registry.applied:
+        return
+    if not is_gpu():
+        # megatron.core binds its fusion decorator to torch.compile at import; compiling each of those small
+        # functions for the CPU costs minutes and gains nothing.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        # DeepSpeed sets this one, and with it torch would report CUDA while we redirect device queries.
+        os.environ.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)
+    from megatron_exo.platform.patches import PATCHES
+
+    import megatron.core.optimizer
+
+    needed = {"always"}
+    if not is_gpu():
+        needed.add("cpu")
+    if not is_gpu() or megatron.core.optimizer.USING_PYTORCH_OPTIMIZER:
+        needed.add("without-fused-adam")
+    _registry.apply([patch for patch in PATCHES if patch.when in needed])
+
+
+def deactivate() -> None:
+    """Restore everything that :func:`activate` changed, in reverse order."""
+    _registry.restore()
+
+
+def active_patches() -> tuple[Patch, ...]:
+    """The patches in force, in the order in which they were applied."""
+    return tuple(_registry.applied)
