@@ -165,6 +165,25 @@ def check_arguments(args: Namespace) -> None:
         raise ExoConfigError("--exo-drop-anchor and --exo-drop-current are interventions at inference; use them with --skip-train")
     if args.num_layers is None or args.hidden_size is None:
         raise ExoConfigError("the model has no size; pass --preset (demo, 450M, 1B) or --num-layers, --hidden-size and so on")
+    model_parallel = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+    if args.world_size % model_parallel:
+        raise ExoConfigError(
+            f"{args.world_size} processes cannot be divided into groups of tp {args.tensor_model_parallel_size} x "
+            f"pp {args.pipeline_model_parallel_size} x cp {args.context_parallel_size} = {model_parallel}; "
+            "start torchrun with --nproc-per-node (times --nnodes) a multiple of that"
+        )
+    if args.num_attention_heads % args.tensor_model_parallel_size:
+        raise ExoConfigError(
+            f"--num-attention-heads {args.num_attention_heads} is not divisible by --tensor-model-parallel-size "
+            f"{args.tensor_model_parallel_size}: each rank holds whole heads; use a tensor-parallel size that divides the heads"
+        )
+    uneven = (args.pipeline_model_parallel_layout, args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers)
+    if args.num_layers % args.pipeline_model_parallel_size and not any(uneven):
+        raise ExoConfigError(
+            f"--num-layers {args.num_layers} is not divisible by --pipeline-model-parallel-size "
+            f"{args.pipeline_model_parallel_size}; use a size that divides the layers, or --decoder-first-pipeline-num-layers "
+            "and --decoder-last-pipeline-num-layers"
+        )
     if args.exo_z_loss_weight < 0:
         raise ExoConfigError(f"--exo-z-loss-weight must not be negative, got {args.exo_z_loss_weight}")
     for name in ("use_megatron_fsdp", "use_torch_fsdp2", "hybrid_layer_pattern", "sft", "perform_rl_step"):

@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from megatron_exo.errors import UserError
+
 PATHWAYS = "qkvg"
 """The four projections of a layer that can be mixed: query, key, value and gate logits."""
 
@@ -34,7 +36,7 @@ def parse_pathways(text: str) -> str:
     return "".join(sorted(letters, key=PATHWAYS.index))
 
 
-class ExoConfigError(ValueError):
+class ExoConfigError(UserError):
     """A combination of axes that has no meaning or is not supported: what, why, and what instead."""
 
 

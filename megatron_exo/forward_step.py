@@ -53,7 +53,7 @@ def get_batch(data_iterator: Iterator[dict[str, Tensor]], vp_stage: int | None) 
     return tuple(batch[key] for key in _BATCH_KEYS)
 
 
-def loss_func(loss_mask: Tensor, output: Tensor, z_loss_weight: float) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def reduce_loss(loss_mask: Tensor, output: Tensor, z_loss_weight: float) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Sum the losses of a micro-batch over its unmasked tokens.
 
     Args:
@@ -65,25 +65,33 @@ def loss_func(loss_mask: Tensor, output: Tensor, z_loss_weight: float) -> tuple[
         The loss sum, the number of tokens (Megatron divides by their total over all ranks), and pairs
         (sum, tokens) for the log: ``lm loss`` is the cross-entropy alone, ``z loss`` the weighted rest.
     """
-    weights = loss_mask.float().unsqueeze(-1)
-    cross_entropy, squared = (output.float() * weights).sum(dim=(0, 1))
+    cross_entropy, squared = (output.float() * loss_mask.float().unsqueeze(-1)).sum(dim=(0, 1))
     z_loss = z_loss_weight * squared
-    loss = cross_entropy + z_loss
     num_tokens = loss_mask.sum().detach().to(torch.int)
+    logged = {
+        name: torch.stack([value.detach(), num_tokens.to(value.dtype)])
+        for name, value in (("lm loss", cross_entropy), ("z loss", z_loss))
+    }
+    return cross_entropy + z_loss, num_tokens, logged
 
+
+def loss_func(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """:func:`reduce_loss` as the command line asks for it, with NaN and Inf reported to Megatron's rerun machinery."""
     args = get_args()
+    loss, num_tokens, logged = reduce_loss(loss_mask, output, args.exo_z_loss_weight)
     if args.check_for_nan_in_loss_and_grad:
-        for rejected, message in ((torch.isnan, "found NaN in the local loss"), (torch.isinf, "found Inf in the local loss")):
-            get_rerun_state_machine().validate_result(result=loss, rejection_func=rejected, message=message, tolerance=0.0, fatal=True)
-    pair = lambda value: torch.stack([value.detach(), num_tokens.to(value.dtype)])  # noqa: E731
-    return loss, num_tokens, {"lm loss": pair(cross_entropy), "z loss": pair(z_loss)}
+        for rejected, what in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
+            get_rerun_state_machine().validate_result(
+                result=loss, rejection_func=rejected, message=f"found {what} in the local loss", tolerance=0.0, fatal=True
+            )
+    return loss, num_tokens, logged
 
 
 def forward_step(data_iterator: Iterator[dict[str, Tensor]], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
     """Megatron's forward step: the model's output and how to reduce it."""
-    args, timers = get_args(), get_timers()
+    timers = get_timers()
     timers("batch-generator", log_level=2).start()
     tokens, labels, loss_mask, attention_mask, position_ids = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
     timers("batch-generator").stop()
     output = model(tokens, position_ids, attention_mask, labels=labels)
-    return output, partial(loss_func, loss_mask, z_loss_weight=args.exo_z_loss_weight)
+    return output, partial(loss_func, loss_mask)

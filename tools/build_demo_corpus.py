@@ -24,12 +24,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--validation-fraction",
         type=float,
         default=0.01,
-        help="share of the documents that is held out; a document's split depends on its name alone (default: %(default)s)",
+        help="share of the documents to hold out; a document's split depends on its name alone (default: %(default)s)",
     )
     parser.add_argument(
         "--max-megabytes", type=float, default=24, help="stop at so much text (default: %(default)s, 1 MB = 10^6 bytes)"
     )
-    parser.add_argument("--seed", type=int, default=1234, help="of the documents' order and split (default: %(default)s)")
+    parser.add_argument(
+        "--seed", type=int, default=1234, help="of the documents' order and split (default: %(default)s)"
+    )
     parser.add_argument(
         "--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes (default: the CPUs, %(default)s)"
     )

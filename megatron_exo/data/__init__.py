@@ -1,4 +1,1 @@
-"""From text to Megatron datasets: a demo corpus, tokenizers, tokenisation, validation.
-
-Nothing is imported here; only ``preprocess`` touches megatron-core, and only when it writes.
-"""
+"""From text to Megatron datasets: a demo corpus, tokenizers, tokenisation, validation, and the provider of a run."""

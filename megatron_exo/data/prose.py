@@ -8,27 +8,34 @@ import re
 import warnings
 from collections.abc import Iterator
 
-MIN_WORDS = 8
+MIN_WORDS = 6
+MIN_WORDS_FROM_LOWER_CASE = 12
 MAX_CHARACTERS = 6000
 
 _STOP_WORDS = frozenset(
-    "a an and are as at be been but by can do does for from has have if in into is it its may must no not of on or "
-    "should so than that the their then there these they this to used uses was we were when where which will with "
-    "would you your".split()
+    re.findall(
+        r"\w+",
+        """
+        a an and are as at be been but by can do does for from has have if in into is it its may must no not of on or
+        should so than that the their then there these they this to used uses was we were when where which will with
+        would you your
+        """,
+    )
 )
 _MIN_STOP_WORD_SHARE = 0.2
 _MIN_LETTER_SHARE = 0.92  # of all characters, spaces and sentence punctuation counted as letters
 _MAX_CODE_SHARE = 0.02  # characters that prose hardly uses
 _MEAN_WORD_LENGTH = (3.2, 8.0)
-_MAX_WORD_LENGTH = 30
+_MAX_WORD_LENGTH = 45
 
 _WORD = re.compile(r"[A-Za-z]+(?:['’-][A-Za-z]+)*")
-_CODE_CHARACTERS = re.compile(r"[{}\[\]<>=_|\\~^@#$%&*+/]")
+_CODE_CHARACTERS = re.compile(r"[{}\[\]<>=|\\~^@#$%&*+]")
 _PUNCTUATION = frozenset(" .,;:!?'\"’“”()-–—")
+_ENDINGS = (".", "!", "?", ":", ")", '"', "'", "”", "’")
 _BOILERPLATE = re.compile(
     r"copyright|all rights reserved|licen[sc]ed? (?:under|agreement)|as[- ]is\b|without warrant|redistribut|"
-    r"permission (?:is|notice)|warrant(?:y|ies) of|hereby granted|apache\.org|(?:this file|code) is (?:part of|generated)|"
-    r"do not edit|auto-?generated",
+    r"permission (?:is|notice)|warrant(?:y|ies) of|hereby granted|apache\.org|"
+    r"(?:this file|code) is (?:part of|generated)|do not edit|auto-?generated",
     re.IGNORECASE,
 )
 
@@ -43,7 +50,7 @@ _MARKUP = (
     (re.compile(r"\s+"), " "),
 )
 _BULLET = re.compile(r"(?:[-*+•]|\(?\d{1,2}[.)])\s+")
-_SKIPPED_LINE = re.compile(r">>>|\.\.(?:\s|$)|:[\w -]+:(?:\s|$)|\||([^\w\s])\1{2,}")
+_SKIPPED_LINE = re.compile(r">>>|#|\.\.(?:\s|$)|:[\w -]+:(?:\s|$)|\||([^\w\s])\1{2,}")
 _FENCE = re.compile(r"(?:```|~~~)")
 
 
@@ -89,13 +96,11 @@ def _blocks(text: str) -> Iterator[list[str]]:
 
 def is_prose(paragraph: str) -> bool:
     """Whether a paragraph reads as whole English sentences rather than code, a table, a heading or a licence."""
-    if len(paragraph) > MAX_CHARACTERS or not paragraph[-1:] or paragraph[-1] not in ".!?:)\"'”’":
-        return False
-    first = paragraph.lstrip("\"'“‘(")[:1]
-    if not first.isupper():
+    if len(paragraph) > MAX_CHARACTERS or not paragraph.endswith(_ENDINGS):
         return False
     words = _WORD.findall(paragraph)
-    if len(words) < MIN_WORDS:
+    capital = paragraph.lstrip("\"'“‘(")[:1].isupper()
+    if len(words) < (MIN_WORDS if capital else MIN_WORDS_FROM_LOWER_CASE):
         return False
     if not _MEAN_WORD_LENGTH[0] <= sum(map(len, words)) / len(words) <= _MEAN_WORD_LENGTH[1]:
         return False

@@ -231,7 +231,7 @@ def _read_parquet(path: Path, key: str, advance: Advance) -> Iterator[Document]:
 def _read_hub(name: str, key: str) -> Iterator[Document]:
     dataset, config, split = (*name.removeprefix("hf:").split(":"), "", "")[:3]
     try:
-        import datasets
+        import datasets  # type: ignore[import-not-found, unused-ignore]
     except ImportError:
         raise InputError(f"{name}: needs the package datasets (pip install datasets)") from None
     row = 0

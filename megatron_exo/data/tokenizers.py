@@ -88,7 +88,7 @@ class TokenizerSpec:
         for file in files:
             if not file.is_file():
                 raise TokenizerError(
-                    f"{file}: no such file; --tokenizer-type {self.type} reads it from a local path (nothing is downloaded)"
+                    f"{file}: no such file; --tokenizer-type {self.type} takes a local path, nothing is downloaded"
                 )
         return files
 

@@ -14,6 +14,7 @@ import os
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,7 +74,7 @@ class DatasetReport:
 
 
 def check_dataset(
-    prefix: str, vocab_size: int | None = None, eod: int | None = None, scan_tokens: bool = False
+    prefix: str | Path, vocab_size: int | None = None, eod: int | None = None, scan_tokens: bool = False
 ) -> DatasetReport:
     """Validate the structure of a dataset, and its tokens.
 
@@ -88,22 +89,24 @@ def check_dataset(
         DatasetError: at the first defect: files missing, cut off or too long, an index that contradicts itself,
             an empty document, a token outside the vocabulary.
     """
-    index = _Index(prefix)
+    index = _Index(str(prefix))
     document_ends = index.check()
     tokens = int(document_ends[-1])
-    scan = _scan(index, document_ends, vocab_size, eod, scan_tokens)
+    scanned, max_token, separators = _scan(index, document_ends, vocab_size, eod, scan_tokens)
     without_separator = None
     if scan_tokens and eod is not None:
         without_separator = int((index.tokens()[document_ends - 1] != eod).sum())
     return DatasetReport(
-        prefix=prefix,
+        prefix=str(prefix),
         dtype=index.dtype.name,
         documents=len(document_ends),
         sequences=index.num_sequences,
         tokens=tokens,
         longest_document=int(np.diff(document_ends, prepend=0).max()),
+        tokens_scanned=scanned,
+        max_token=max_token,
+        separators=separators if scan_tokens and eod is not None else None,
         documents_without_separator=without_separator,
-        **scan,
     )
 
 
@@ -188,18 +191,20 @@ class _Index:
         if len(empty):
             shown = ", ".join(map(str, empty[:5])) + (", ..." if len(empty) > 5 else "")
             raise DatasetError(
-                f"{self.idx_path}: {len(empty)} of {len(self.table) - 1} documents (counted from 0) are empty: {shown}; "
-                "Megatron fails on them; make the dataset again with tools/preprocess_data.py, which leaves them out"
+                f"{self.idx_path}: {len(empty)} of {len(self.table) - 1} documents are empty (number {shown}, from 0); "
+                "Megatron fails on them: make the dataset again with tools/preprocess_data.py, which leaves them out"
             )
         return document_bounds[1:]
 
 
 def _scan(
-    index: _Index, document_ends: NDArray[np.int64], vocab_size: int | None, eod: int | None, everything: bool
-) -> dict[str, int | None]:
+    index: _Index, document_ends: NDArray[np.int64], vocab_size: int | None, eod: int | None, scan_tokens: bool
+) -> tuple[int, int | None, int]:
+    """Compare tokens with the vocabulary; returns how many, the largest, and how many equal ``eod``."""
     tokens = index.tokens()
-    scanned, largest, separators = 0, None, 0
-    for begin, end in _ranges(len(tokens), everything, vocab_size):
+    scanned, separators = 0, 0
+    largest: int | None = None
+    for begin, end in _ranges(len(tokens), scan_tokens, vocab_size):
         block = tokens[begin:end]
         low, high = int(block.min()), int(block.max())
         if low < 0 or (vocab_size is not None and high >= vocab_size):
@@ -216,15 +221,11 @@ def _scan(
         scanned += len(block)
         largest = high if largest is None else max(largest, high)
         separators += int(np.count_nonzero(block == eod)) if eod is not None else 0
-    return {
-        "tokens_scanned": scanned,
-        "max_token": largest,
-        "separators": separators if everything and eod is not None else None,
-    }
+    return scanned, largest, separators
 
 
-def _ranges(count: int, everything: bool, vocab_size: int | None) -> Iterator[tuple[int, int]]:
-    if everything or (vocab_size is not None and count <= 2 * _SAMPLE):
+def _ranges(count: int, scan_tokens: bool, vocab_size: int | None) -> Iterator[tuple[int, int]]:
+    if scan_tokens or (vocab_size is not None and count <= 2 * _SAMPLE):
         yield from ((begin, min(begin + _BLOCK, count)) for begin in range(0, count, _BLOCK))
     elif vocab_size is not None:
         yield 0, _SAMPLE
@@ -232,7 +233,7 @@ def _ranges(count: int, everything: bool, vocab_size: int | None) -> Iterator[tu
 
 
 def check_sidecar(
-    prefix: str, tokenizer_type: str, tokenizer_model_path: str | None, vocab_size: int | None = None
+    prefix: str | Path, tokenizer_type: str, tokenizer_model_path: str | Path | None, vocab_size: int | None = None
 ) -> Sidecar | None:
     """Compare the tokenizer of a run with the one that made a dataset.
 
@@ -273,8 +274,9 @@ def check_sidecar(
         )
     if tokenizer_model_path is not None:
         try:
-            spec = TokenizerSpec(tokenizer_type, tokenizer_model_path)
-            same = spec.sha256() == sidecar.tokenizer_sha256 or fingerprint(spec.load()) == sidecar.tokenizer_fingerprint
+            spec = TokenizerSpec(tokenizer_type, str(tokenizer_model_path))
+            same = spec.sha256() == sidecar.tokenizer_sha256
+            same = same or fingerprint(spec.load()) == sidecar.tokenizer_fingerprint
         except TokenizerError as error:
             raise DatasetError(f"cannot compare the tokenizer of dataset {prefix} with the run's: {error}") from None
         if not same:

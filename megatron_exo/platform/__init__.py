@@ -9,6 +9,7 @@ dotted target and its reason, and :func:`deactivate` takes all of them back.
 from __future__ import annotations
 
 import os
+import sys
 
 import torch
 
@@ -44,7 +45,9 @@ def activate() -> None:
     if not is_gpu():
         # megatron.core binds its fusion decorator to torch.compile at import; compiling each of those small
         # functions for the CPU costs minutes and gains nothing.
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
+        if "torch._dynamo" in sys.modules:  # it read the variable when it was imported
+            sys.modules["torch._dynamo"].config.disable = True
         # DeepSpeed sets this one, and with it torch would report CUDA while we redirect device queries.
         os.environ.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)
     from megatron_exo.platform.patches import PATCHES

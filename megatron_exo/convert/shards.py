@@ -1,0 +1,104 @@
+"""Between whole tensors and the parts of them that the ranks of a layout hold.
+
+Whole tensors go by the names of an unsharded model, layers numbered from 0 over all pipeline stages (the names of
+:mod:`megatron_exo.convert.mapping`); parts are the parameters of this rank's model chunks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+
+from megatron_exo.convert.mapping import check_state
+
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+_UNFUSED = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+"""Norm weights inside Transformer Engine's fused modules → their names in an unfused layer."""
+
+
+def named_shards(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """The parameters of this rank's (possibly wrapped) chunks under their whole-model names."""
+    for chunk in unwrap_model(list(chunks)):
+        layers = chunk.decoder.layers
+        for name, parameter in chunk.named_parameters():
+            match = _LAYER.match(name)
+            if match:
+                rest = name[match.end() :]
+                name = f"decoder.layers.{layers[int(match[1])].layer_number - 1}.{_UNFUSED.get(rest, rest)}"
+            yield name, parameter
+
+
+def cut(name: str, whole: Tensor, shard: Tensor) -> Tensor:
+    """The part of ``whole`` that belongs in ``shard``, of ``shard``'s shape; vocabulary padding is zero."""
+    if not getattr(shard, "tensor_model_parallel", False):
+        return whole
+    dim = shard.partition_dim  # type: ignore[attr-defined]
+    rank, size = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+    padding = shard.shape[dim] * size - whole.shape[dim]
+    if padding and _is_vocabulary(name):
+        whole = torch.cat([whole, whole.new_zeros(padding, *whole.shape[1:])])
+    return _blocks(name, whole).chunk(size, dim=dim + 1)[rank].flatten(0, 1) if _is_swiglu(name) else whole.chunk(size, dim)[rank]
+
+
+def join(name: str, part: Tensor, shard: Tensor) -> Tensor:
+    """The inverse of :func:`cut`, by a collective over the tensor-parallel group; padding is kept.
+
+    Args:
+        part: what is to be joined, of ``shard``'s shape: the parameter itself, its gradient, an optimizer moment.
+        shard: the parameter, for its attributes.
+    """
+    if not getattr(shard, "tensor_model_parallel", False):
+        return part
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    parts = [torch.empty_like(part) for _ in range(size)]
+    dist.all_gather(parts, part.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
+    dim = shard.partition_dim  # type: ignore[attr-defined]
+    if _is_swiglu(name):
+        return torch.cat([_blocks(name, p) for p in parts], dim=dim + 1).flatten(0, 1)
+    return torch.cat(parts, dim)
+
+
+@torch.no_grad()
+def load_whole_state(chunks: Sequence[torch.nn.Module], state: Mapping[str, Tensor], *, pipeline_size: int) -> None:
+    """Copy whole tensors into this rank's chunks, in the dtype of the parameters.
+
+    Raises:
+        ConversionError: a tensor that is missing, of a wrong shape or, where one stage holds everything, too much.
+    """
+    wanted = dict(named_shards(chunks))
+    known = state if pipeline_size == 1 else {name: state[name] for name in wanted if name in state}
+    check_state({name: _whole_shape(name, shard, state) for name, shard in wanted.items()}, known)
+    for name, shard in wanted.items():
+        shard.copy_(cut(name, state[name], shard))
+
+
+def _whole_shape(name: str, shard: Tensor, state: Mapping[str, Tensor]) -> tuple[int, ...]:
+    shape = list(shard.shape)
+    if getattr(shard, "tensor_model_parallel", False):
+        dim = shard.partition_dim  # type: ignore[attr-defined]
+        shape[dim] *= parallel_state.get_tensor_model_parallel_world_size()
+    if _is_vocabulary(name) and name in state and state[name].shape[0] <= shape[0]:
+        shape[0] = state[name].shape[0]  # the padding is ours
+    return tuple(shape)
+
+
+def _is_vocabulary(name: str) -> bool:
+    return name in ("embedding.word_embeddings.weight", "output_layer.weight")
+
+
+def _is_swiglu(name: str) -> bool:
+    """Whether each rank's rows are two blocks, its part of the gate and its part of the value branch."""
+    return name.endswith("mlp.linear_fc1.weight")
+
+
+def _blocks(name: str, tensor: Tensor) -> Tensor:
+    return tensor.unflatten(0, (2, -1)) if _is_swiglu(name) else tensor

@@ -1,0 +1,140 @@
+"""From a command line to a model configuration and process groups, the same for every program that runs a model."""
+
+from __future__ import annotations
+
+import shutil
+from argparse import Namespace
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.training import get_tokenizer
+from megatron.training.arguments import parse_and_validate_args, parse_args
+from megatron.training.initialize import _initialize_distributed
+from megatron.training.vocab_utils import calculate_padded_vocab_size
+
+from megatron_exo import accounting, platform
+from megatron_exo.arguments import add_exo_arguments, check_arguments, exo_config_from_args
+from megatron_exo.builder import ExoModelConfig, model_config_from_args
+from megatron_exo.config import ExoConfig
+from megatron_exo.errors import UserError
+from megatron_exo.plan import Layout, Plan
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a program knows once its command line has been understood."""
+
+    args: Namespace
+    exo: ExoConfig
+    tokenizer: Any
+    vocab_size: int
+    """Rows of the embedding that stand for tokens: the tokenizer's, or ``--vocab-size`` where that is larger."""
+    model_config: ExoModelConfig
+
+
+def preview() -> Namespace:
+    """Parse ``sys.argv`` and check what can be seen from it alone; quick, and prints nothing.
+
+    Raises:
+        UserError: one line on what cannot be met.
+    """
+    args = parse_args(add_exo_arguments)
+    check_arguments(args)
+    return args
+
+
+def understand() -> Start:
+    """Validate ``sys.argv`` with Megatron, set its global arguments, and work out the model.
+
+    Raises:
+        UserError: one line on what cannot be met; nothing has been built or connected by then.
+    """
+    preview()
+    try:
+        args = parse_and_validate_args(add_exo_arguments)
+    except AssertionError as error:
+        raise UserError(f"Megatron refuses these arguments: {error or 'see the assertion'}") from error
+    exo, tokenizer = exo_config_from_args(args), get_tokenizer()
+    vocab_size = max(tokenizer.vocab_size, args.vocab_size or 0)
+    args.padded_vocab_size = calculate_padded_vocab_size(
+        vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size, logging_enabled=False
+    )
+    return Start(args, exo, tokenizer, vocab_size, model_config_from_args(args, exo, vocab_size))
+
+
+def connect() -> ProcessGroupCollection:
+    """Join the ranks and make Megatron's process groups; ``megatron.training.pretrain`` keeps them."""
+    _initialize_distributed(None, None, None)
+    return ProcessGroupCollection.use_mpu_process_groups()
+
+
+def model_sizes(args: Namespace, vocab_size: int) -> accounting.ModelSizes:
+    """The sizes of a validated command line, for counting."""
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    return accounting.ModelSizes(
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        num_attention_heads=args.num_attention_heads,
+        num_query_groups=groups,
+        kv_channels=args.kv_channels,
+        ffn_hidden_size=args.ffn_hidden_size,
+        vocab_size=vocab_size,
+        seq_length=args.seq_length,
+        tied_embeddings=not args.untie_embeddings_and_output_weights,
+    )
+
+
+def training_plan(start: Start) -> Plan:
+    """What is about to be trained, for :func:`megatron_exo.plan.format_plan`."""
+    args = start.args
+    device = torch.cuda.get_device_name() if platform.is_gpu() else "cpu"
+    return Plan(
+        exo=start.exo,
+        sizes=model_sizes(args, start.vocab_size),
+        padded_vocab_size=args.padded_vocab_size,
+        layout=Layout(
+            tensor_model_parallel_size=args.tensor_model_parallel_size,
+            pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
+            context_parallel_size=args.context_parallel_size,
+            data_parallel_size=args.data_parallel_size,
+            sequence_parallel=args.sequence_parallel,
+        ),
+        global_batch_size=args.global_batch_size,
+        micro_batch_size=args.micro_batch_size,
+        train_iters=args.train_iters or args.train_samples // args.global_batch_size,
+        optimizer=f"{args.optimizer}, lr {args.lr:g}, {args.lr_decay_style}",
+        device=f"{device} ({args.distributed_backend})",
+        precision="bf16, fp32 masters" if args.bf16 else "fp16, fp32 masters" if args.fp16 else "fp32",
+        transformer_impl=args.transformer_impl,
+    )
+
+
+def check_storage(args: Namespace, exo: ExoConfig, vocab_size: int) -> None:
+    """Refuse a run whose first checkpoint would not fit where it is to be saved.
+
+    Raises:
+        UserError: the folder cannot be written, or has less room than one checkpoint needs.
+    """
+    if args.save is None:
+        return
+    folder = Path(args.save)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".write-test"
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        raise UserError(f"--save {folder} cannot be written: {error.strerror}; choose another folder") from error
+    count = sum(accounting.parameters(exo, model_sizes(args, vocab_size)).values())
+    # Weights, and with the optimizer fp32 masters and two moments.
+    needed = count * ((2 if args.bf16 or args.fp16 else 4) + (0 if args.no_save_optim else 12))
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise UserError(
+            f"--save {folder} has {free / 1e9:.1f} GB free and one checkpoint takes about {needed / 1e9:.1f} GB; "
+            "make room or choose another folder"
+        )

@@ -1,0 +1,12 @@
+"""Imported once by the process that all test ranks are forked from."""
+
+import os
+import warnings
+
+os.environ["TORCHDYNAMO_DISABLE"] = "1"  # as platform.activate() does, which comes only after the import here
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import megatron.training  # noqa: F401
+
+    import megatron_exo.platform.patches  # noqa: F401

@@ -1,0 +1,113 @@
+"""Run a function on N gloo ranks of this machine.
+
+``torch`` and Megatron take seconds to import, so ranks are forked from a server process that has imported them once;
+each run gets fresh processes and its own process group.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import pickle
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+_context = multiprocessing.get_context("forkserver")
+_PRELOAD = ["tests.preload"]
+
+
+class RankError(AssertionError):
+    """What went wrong on which rank, with its traceback."""
+
+
+def run_on_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 240.0) -> list[Any]:
+    """Call ``function(*args)`` on every rank of a new gloo world, with the CPU platform active.
+
+    Args:
+        function: importable by name (a module-level function); it, its arguments and results must pickle.
+        timeout_s: seconds after which all ranks are killed.
+
+    Returns:
+        The results in rank order.
+
+    Raises:
+        RankError: the first failure, or a time-out.
+    """
+    _context.set_forkserver_preload(_PRELOAD)
+    port = _free_port()
+    pipes = [_context.Pipe(duplex=False) for _ in range(world_size)]
+    ranks = [
+        _context.Process(target=_main, args=(rank, world_size, port, sender, function, args), daemon=True)
+        for rank, (_, sender) in enumerate(pipes)
+    ]
+    os.environ["OMP_NUM_THREADS"] = "1"
+    for process in ranks:
+        process.start()
+    for _, sender in pipes:
+        sender.close()
+    try:
+        return _collect({receiver: rank for rank, (receiver, _) in enumerate(pipes)}, time.monotonic() + timeout_s)
+    finally:
+        for process in ranks:
+            if process.exitcode is None:
+                process.join(timeout=5)
+            if process.exitcode is None:
+                process.kill()
+        for receiver, _ in pipes:
+            receiver.close()
+
+
+def _collect(waiting: dict[Connection, int], deadline: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    while waiting:
+        ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise RankError(f"ranks {sorted(waiting.values())} did not finish in time")
+        for receiver in ready:
+            rank = waiting.pop(receiver)  # type: ignore[arg-type]
+            try:
+                ok, value = pickle.loads(receiver.recv_bytes())  # type: ignore[union-attr]
+            except EOFError:
+                raise RankError(f"rank {rank} died without a word") from None
+            if not ok:
+                raise RankError(f"rank {rank} failed:\n{value}")
+            results[rank] = value
+    return [results[rank] for rank in sorted(results)]
+
+
+def _main(
+    rank: int, world_size: int, port: int, sender: Connection, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    try:
+        import torch
+        import torch.distributed as dist
+
+        from megatron_exo import platform
+
+        logging.getLogger().setLevel(logging.ERROR)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Megatron prints a lot; a failure comes back as a traceback
+        torch.set_num_threads(1)
+        platform.activate()
+        dist.init_process_group("gloo", rank=rank, world_size=world_size)
+        answer = (True, function(*args))
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:
+        answer = (False, traceback.format_exc())
+    # Plain pickle copies tensors by value; the process may end before the parent reads.
+    sender.send_bytes(pickle.dumps(answer))
+    sender.close()
+    os._exit(0)  # skip the interpreter's teardown, in which gloo's threads may hang
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
