@@ -100,6 +100,7 @@ class Trainer:
             self.optimizer = get_megatron_optimizer(
                 OptimizerConfig(bf16=layout.bf16, use_distributed_optimizer=layout.distributed_optimizer, **settings),
                 self.chunks,
+                use_gloo_process_groups=False,
             )
             self.config.grad_scale_func = self.optimizer.scale_loss
         if layout.overlap:

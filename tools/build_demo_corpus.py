@@ -14,7 +14,8 @@ import os
 import sys
 from pathlib import Path
 
-from megatron_exo.data.corpus import CorpusError, build_corpus, installed_sources
+from megatron_exo.data.corpus import build_corpus, installed_sources
+from megatron_exo.errors import UserError
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -56,7 +57,7 @@ def main(argv: list[str] | None = None) -> None:
             seed=args.seed,
             workers=args.workers,
         )
-    except (CorpusError, OSError) as error:
+    except (OSError, UserError) as error:
         sys.exit(f"build_demo_corpus: {error}")
     print(summary)
     print(f"wrote {args.output_dir / 'train.jsonl'} and {args.output_dir / 'validation.jsonl'}")

@@ -15,10 +15,11 @@ import argparse
 import os
 import sys
 
-from megatron_exo.data.preprocess import PreprocessError, preprocess
-from megatron_exo.data.readers import SUFFIXES, TEXT_SPLITS, InputError
-from megatron_exo.data.tokenizers import TOKENIZER_TYPES, TokenizerError, TokenizerSpec
-from megatron_exo.data.validate import DatasetError, check_dataset, check_sidecar
+from megatron_exo.data.preprocess import preprocess
+from megatron_exo.data.readers import SUFFIXES, TEXT_SPLITS
+from megatron_exo.data.tokenizers import TOKENIZER_TYPES, TokenizerSpec
+from megatron_exo.data.validate import check_dataset, check_sidecar
+from megatron_exo.errors import UserError
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -113,7 +114,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     try:
         run(args) if args.check is None else check(args)
-    except (DatasetError, InputError, OSError, PreprocessError, TokenizerError) as error:
+    except (OSError, UserError) as error:
         sys.exit(f"preprocess_data: {error}")
 
 

@@ -12,9 +12,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from megatron_exo.data.readers import InputError
 from megatron_exo.data.tokenizer_training import MODEL_TYPES, train_tokenizer
-from megatron_exo.data.tokenizers import TokenizerError
+from megatron_exo.errors import UserError
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -52,7 +51,7 @@ def main(argv: list[str] | None = None) -> None:
             json_key=args.json_key,
             max_sentences=args.max_sentences,
         )
-    except (InputError, OSError, TokenizerError) as error:
+    except (OSError, UserError) as error:
         sys.exit(f"train_tokenizer: {error}")
     print(f"{path}: {args.vocab_size} ids; use --tokenizer-type SentencePieceTokenizer --tokenizer-model {path}")
 

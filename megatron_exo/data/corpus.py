@@ -22,6 +22,7 @@ from pathlib import Path
 
 from megatron_exo.data.progress import Progress
 from megatron_exo.data.prose import paragraphs, python_prose
+from megatron_exo.errors import UserError
 
 KINDS = ("topic", "python", "description", "text")
 SPLITS = ("train", "validation")
@@ -32,7 +33,7 @@ _MAX_FILE_BYTES = 2_000_000
 _FILES_PER_TASK = 64
 
 
-class CorpusError(ValueError):
+class CorpusError(UserError):
     """A corpus that cannot be built: why, and what to change."""
 
 

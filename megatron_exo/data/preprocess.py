@@ -28,6 +28,7 @@ from megatron_exo.data.readers import Document, DocumentReader
 from megatron_exo.data.sidecar import Sidecar
 from megatron_exo.data.tokenizers import Tokenizer, TokenizerError, TokenizerSpec, fingerprint
 from megatron_exo.data.validate import check_dataset
+from megatron_exo.errors import UserError
 
 _BATCH_BYTES = 1 << 20  # of text per task: large against the cost of handing it over, small against memory
 _BATCH_DOCUMENTS = 512
@@ -35,7 +36,7 @@ _TASKS_PER_WORKER = 4
 _EMPTY_SHOWN = 5
 
 
-class PreprocessError(ValueError):
+class PreprocessError(UserError):
     """A request that cannot be carried out: what, why, what instead."""
 
 

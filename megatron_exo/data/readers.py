@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from megatron_exo.errors import UserError
+
 COMPRESSIONS = (".gz", ".zst")
 LINE_FORMATS = (".jsonl", ".json", ".txt")
 SUFFIXES = (*(base + end for base in LINE_FORMATS for end in ("", *COMPRESSIONS)), ".parquet")
@@ -20,7 +22,7 @@ TEXT_SPLITS = ("file", "blank-lines")
 _CHUNK = 1 << 18  # bytes; small enough that a highly compressed chunk still expands to an affordable size
 
 
-class InputError(ValueError):
+class InputError(UserError):
     """An input that cannot be read: which file, which line, why."""
 
 

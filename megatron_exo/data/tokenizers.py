@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from megatron_exo.errors import UserError
+
 SENTENCEPIECE_TYPES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 """Megatron's names for one and the same reading of a SentencePiece model."""
 
@@ -28,7 +30,7 @@ _PROBE = (
 )
 
 
-class TokenizerError(ValueError):
+class TokenizerError(UserError):
     """A tokenizer that cannot be loaded or used: which file, why, what instead."""
 
 

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from megatron_exo.data.sidecar import Sidecar
 from megatron_exo.data.tokenizers import TokenizerError, TokenizerSpec, fingerprint
+from megatron_exo.errors import UserError
 
 _HEADER = struct.Struct("<9sQBQQ")
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -31,7 +32,7 @@ _BLOCK = 1 << 22  # entries of the index, or tokens, looked at together
 _SAMPLE = 1 << 20  # tokens looked at from either end in the quick check
 
 
-class DatasetError(ValueError):
+class DatasetError(UserError):
     """A dataset that a run must not start on: which file, what is wrong, what to do."""
 
 

@@ -8,8 +8,10 @@ dotted target and its reason, and :func:`deactivate` takes all of them back.
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
+import warnings
 
 import torch
 
@@ -50,14 +52,21 @@ def activate() -> None:
             sys.modules["torch._dynamo"].config.disable = True
         # DeepSpeed sets this one, and with it torch would report CUDA while we redirect device queries.
         os.environ.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)
+    with warnings.catch_warnings():
+        # Megatron says a dozen times that Transformer Engine and Apex are absent; `megatron_exo.doctor` says it once.
+        warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex|transformer-engine)")
+        warnings.filterwarnings("ignore", message=".*No CUDA runtime is found")
+        _apply_needed_patches()
+
+
+def _apply_needed_patches() -> None:
     from megatron_exo.platform.patches import PATCHES
 
-    import megatron.core.optimizer
-
+    optimizer = importlib.import_module("megatron.core.optimizer")
     needed = {"always"}
     if not is_gpu():
         needed.add("cpu")
-    if not is_gpu() or megatron.core.optimizer.USING_PYTORCH_OPTIMIZER:
+    if not is_gpu() or optimizer.USING_PYTORCH_OPTIMIZER:
         needed.add("without-fused-adam")
     _registry.apply([patch for patch in PATCHES if patch.when in needed])
 
