@@ -115,6 +115,8 @@ class Trainer:
             chunk.train(not forward_only)
             if not forward_only:
                 chunk.zero_grad_buffer()
+        if self.optimizer is not None and not forward_only:
+            self.optimizer.zero_grad()
         rank = parallel_state.get_data_parallel_rank()
         mine = [part[rank :: self.layout.dp].split(micro_batch_size) for part in (tokens, labels)]
 
