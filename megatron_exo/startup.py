@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import socket
+import traceback
 from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +59,8 @@ def understand() -> Start:
     try:
         args = parse_and_validate_args(add_exo_arguments)
     except AssertionError as error:
-        raise UserError(f"Megatron refuses these arguments: {error or 'see the assertion'}") from error
+        reason = str(error) or f"it asserts '{traceback.extract_tb(error.__traceback__)[-1].line}'"
+        raise UserError(f"Megatron refuses these arguments: {reason}") from error
     exo, tokenizer = exo_config_from_args(args), get_tokenizer()
     vocab_size = max(tokenizer.vocab_size, args.vocab_size or 0)
     args.padded_vocab_size = calculate_padded_vocab_size(
@@ -66,7 +70,14 @@ def understand() -> Start:
 
 
 def connect() -> ProcessGroupCollection:
-    """Join the ranks and make Megatron's process groups; ``megatron.training.pretrain`` keeps them."""
+    """Join the ranks and make Megatron's process groups; ``megatron.training.pretrain`` keeps them.
+
+    Without torchrun there is one rank, which meets itself at a free local port.
+    """
+    if "MASTER_ADDR" not in os.environ:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
     _initialize_distributed(None, None, None)
     return ProcessGroupCollection.use_mpu_process_groups()
 

@@ -13,7 +13,9 @@ import math
 import sys
 from pathlib import Path
 
-from megatron_exo.curves import AXES, CurveError, draw, read_run, summary
+from megatron_exo.curves import AXES, draw, read_run, summary
+from megatron_exo.data.statistics import unigram_entropy
+from megatron_exo.errors import UserError
 
 
 def reference(text: str) -> tuple[str, float]:
@@ -41,6 +43,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="NAME=VALUE",
         help="draw a horizontal line at a loss; may be given several times",
     )
+    parser.add_argument(
+        "--unigram-entropy",
+        metavar="PREFIX",
+        help="draw the entropy of the token frequencies of a dataset: below it, a model has learned from context",
+    )
     return parser.parse_args(argv)
 
 
@@ -57,8 +64,12 @@ def main(argv: list[str] | None = None) -> None:
             for notice in run.notices:
                 print(f"plot_curve: {notice}", file=sys.stderr)
             print(summary(run))
-        draw(runs, output, x=args.x, references=dict(args.reference))
-    except (CurveError, OSError) as error:
+        references = dict(args.reference)
+        if args.unigram_entropy is not None:
+            references["unigram entropy"] = unigram_entropy(args.unigram_entropy)
+            print(f"unigram entropy of {args.unigram_entropy}: {references['unigram entropy']:.4f} nats per token")
+        draw(runs, output, x=args.x, references=references)
+    except (UserError, OSError) as error:
         sys.exit(f"plot_curve: {error}")
     print(f"wrote {output}")
 

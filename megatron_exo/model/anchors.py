@@ -7,11 +7,11 @@ joined tensor [s, b, D / tp]: the mixed pathways of ``HeadLayout.join``, heads s
 from __future__ import annotations
 
 import torch
-from megatron.core.models.backends import get_backend
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from megatron_exo.model.backend import get_backend
 from megatron_exo.model.config import ExoTransformerConfig
 from megatron_exo.model.norm import head_gain, per_head_rms_norm
 from megatron_exo.model.projections import HeadLayout, in_packed_order

@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+""":"
+# Train an ExoFormer. Valid for bash and for Python, since torchrun runs whatever it is given with Python:
+#
+#   torchrun --nproc-per-node 8 examples/pretrain_exoformer.sh --preset 450M --data-path data/train …
+#   bash examples/pretrain_exoformer.sh [--nproc-per-node N] [arguments of torchrun, then of training]
+#
+# Without data arguments it trains the demo preset on what examples/quickstart.sh prepared.
+# All arguments: bash examples/pretrain_exoformer.sh --help
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+python="$root/.venv/bin/python"
+[ -x "$python" ] || python="$(command -v python3)"
+exec "$python" "$root/megatron_exo/launch.py" "$@"
+":"""
+from megatron_exo.launch import train
+
+if __name__ == "__main__":
+    train()

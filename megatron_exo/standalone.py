@@ -1,0 +1,258 @@
+"""A model on the current process group without a command line: built, run, stepped, saved and read back.
+
+For programs that measure or check models (smoke tests, benchmarks, tests) and have no training run around them.
+Everything that computes is production code or Megatron's; here it is only put together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.validation import StrictHandling
+from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.enums import ModelType
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+
+from megatron_exo import platform
+from megatron_exo.builder import ExoModelBuilder, ExoModelConfig
+from megatron_exo.config import ExoConfig
+from megatron_exo.convert.shards import join, named_shards
+from megatron_exo.forward_step import reduce_loss
+from megatron_exo.inference import compute_logits, pipeline_keywords
+from megatron_exo.model.config import ExoTransformerConfig
+
+Z_LOSS_WEIGHT = 1e-5
+
+
+def start_parallel_state(
+    tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
+    virtual_pipeline_model_parallel_size: int | None = None,
+) -> None:
+    """Megatron's process groups, once per process, and its random states, anew at each call.
+
+    Each gloo group has a thread that polls, and groups cannot be given back one by one: making them anew for every
+    model of a process would drown the machine.
+    """
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size,
+            pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size,
+            create_gloo_process_groups=False,
+        )
+    model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
+
+
+def transformer_config(exo: ExoConfig, dtype: torch.dtype, **fields: Any) -> ExoTransformerConfig:
+    """The paper's architecture (RMSNorm, SwiGLU, no biases) without dropout; ``fields`` give sizes, layout and the rest.
+
+    Args:
+        dtype: ``torch.float32`` or ``torch.bfloat16``, of parameters, activations and what stages send each other.
+    """
+    architecture: dict[str, Any] = {
+        "exo": exo,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": 1e-6,
+        "add_bias_linear": False,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "transformer_impl": "local",
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "calculate_per_token_loss": True,
+        "deallocate_pipeline_outputs": True,
+    }
+    return ExoTransformerConfig(**(architecture | fields))
+
+
+class StandaloneModel:
+    """The chunks of one model on this rank, wrapped in Megatron's DDP, and what is done with them.
+
+    Needs an initialised ``torch.distributed``, an active platform and :func:`start_parallel_state`.
+
+    Args:
+        config: see :func:`transformer_config`.
+        vocab_size: tokens; the embedding is padded to a multiple of ``make_vocab_size_divisible_by`` times tp.
+        seq_length: longest sequence.
+        tied: whether the output layer is the embedding.
+    """
+
+    def __init__(
+        self,
+        config: ExoTransformerConfig,
+        *,
+        vocab_size: int,
+        seq_length: int,
+        make_vocab_size_divisible_by: int = 128,
+        rotary_base: int = 10000,
+        tied: bool = False,
+        ddp: DistributedDataParallelConfig | None = None,
+    ) -> None:
+        self.config = config
+        self.vocab_size = vocab_size
+        self.pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+        self.ddp = ddp or DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+        self.optimizer: MegatronOptimizer | None = None
+        model_config = ExoModelConfig(
+            transformer=config,
+            vocab_size=vocab_size,
+            true_vocab_size=vocab_size,
+            should_pad_vocab=True,
+            make_vocab_size_divisible_by=make_vocab_size_divisible_by,
+            seq_length=seq_length,
+            position_embedding_type="rope",
+            rotary_base=rotary_base,
+            share_embeddings_and_output_weights=tied,
+        )
+        self.chunks = ExoModelBuilder(model_config).build_distributed_models(
+            self.pg_collection,
+            ddp_config=self.ddp,
+            data_parallel_random_init=False,
+            model_type=ModelType.encoder_or_decoder,
+        )
+        config.finalize_model_grads_func = finalize_model_grads
+        if self.ddp.overlap_grad_reduce:
+            config.no_sync_func = self._one_or_list([chunk.no_sync for chunk in self.chunks])
+
+    def add_optimizer(self, **settings: Any) -> None:
+        """Megatron's optimizer with ``OptimizerConfig`` fields; its masters are the weights of this moment."""
+        defaults = {"clip_grad": 0.0, "weight_decay": 0.0, "adam_beta1": 0.9, "adam_beta2": 0.95}
+        layout = {"bf16": self.config.bf16, "use_distributed_optimizer": self.ddp.use_distributed_optimizer}
+        self.optimizer = get_megatron_optimizer(
+            OptimizerConfig(**(layout | defaults | settings)), self.chunks, use_gloo_process_groups=False
+        )
+        self.config.grad_scale_func = self.optimizer.scale_loss
+
+    def forward_backward(
+        self, tokens: Tensor, labels: Tensor, *, micro_batch_size: int = 1, forward_only: bool = False
+    ) -> dict[str, float] | None:
+        """Run one global batch in micro-batches.
+
+        Args:
+            tokens: int64 [b, s], the same on every rank; data-parallel ranks take turns at its rows.
+            labels: int64 [b, s].
+
+        Returns:
+            The mean ``lm loss`` and ``z loss`` over all tokens, on the last pipeline stage only.
+        """
+        for chunk in self.chunks:
+            chunk.train(not forward_only)
+            if not forward_only:
+                chunk.zero_grad_buffer()
+        if self.optimizer is not None and not forward_only:
+            self.optimizer.zero_grad()
+        group = self.pg_collection.dp
+        mine = [part[group.rank() :: group.size()].to(platform.device()) for part in (tokens, labels)]
+        mine = [part.split(micro_batch_size) for part in mine]
+
+        def samples() -> Iterator[tuple[Tensor, Tensor]]:
+            return zip(*mine, strict=True)
+
+        losses = get_forward_backward_func(
+            self.config.pipeline_model_parallel_size, self.config.virtual_pipeline_model_parallel_size
+        )(
+            forward_step_func=_forward_step,
+            data_iterator=self._one_or_list([samples() for _ in self.chunks]),
+            model=self._one_or_list(self.chunks),
+            num_microbatches=len(mine[0]),
+            seq_length=tokens.shape[1],
+            micro_batch_size=micro_batch_size,
+            forward_only=forward_only,
+            **pipeline_keywords(self.config, self.pg_collection),
+        )
+        if not losses:
+            return None
+        totals = {name: sum(entry[name] for entry in losses) for name in losses[0]}
+        for total in totals.values():
+            dist.all_reduce(total, group=group)
+        return {name: (total[0] / total[1]).item() for name, total in totals.items()}
+
+    def logits(self, tokens: Tensor) -> Tensor | None:
+        """float32 [b, s, vocab_size] on the last stage, ``None`` elsewhere."""
+        return compute_logits(
+            self.chunks, tokens.to(platform.device()), self.vocab_size, self.config, self.pg_collection
+        )
+
+    def step(self, learning_rate: float) -> tuple[float, bool]:
+        """One optimizer step; returns the gradient norm before clipping and whether the step was taken."""
+        assert self.optimizer is not None, "call add_optimizer first"
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        taken, norm, _ = self.optimizer.step()
+        return float(norm), bool(taken)
+
+    def whole(self, what: str) -> dict[str, Tensor] | None:
+        """Copies of the whole parameters (``"data"``) or gradients (``"main_grad"``) of this pipeline stage.
+
+        Returns:
+            Whole-model name → float32, on one rank of each stage; ``None`` on the others.
+        """
+        tensors = {}
+        for name, shard in named_shards(self.chunks):
+            value = getattr(shard, what, None)
+            if value is not None:
+                tensors[name] = join(name, value.detach().float(), shard).clone()
+        is_reporter = self.pg_collection.tp.rank() == 0 and self.pg_collection.dp.rank() == 0
+        return tensors if is_reporter else None
+
+    def save(self, folder: Path) -> None:
+        """Write model and optimizer as a checkpoint of ``megatron.core.dist_checkpointing``; ``folder`` must exist."""
+        dist_checkpointing.save(self._sharded_state_dict(is_loading=False), str(folder))
+
+    def load(self, folder: Path) -> None:
+        """Read what :meth:`save` wrote, by any layout of ranks.
+
+        Raises:
+            CheckpointingException: the checkpoint lacks a tensor of this model, or has one that this model lacks.
+        """
+        sharded = self._sharded_state_dict(is_loading=True)
+        state = dist_checkpointing.load(sharded, str(folder), strict=StrictHandling.RAISE_ALL)
+        for key, chunk in self._named_chunks():
+            chunk.load_state_dict(state[key])
+        if self.optimizer is not None:
+            self.optimizer.load_state_dict(state["optimizer"])
+
+    def _sharded_state_dict(self, *, is_loading: bool) -> dict[str, Any]:
+        metadata = {"dp_cp_group": self.pg_collection.dp_cp, "chained_optim_avoid_prefix": True}
+        if self.ddp.use_distributed_optimizer:
+            metadata["distrib_optim_sharding_type"] = "fully_reshardable"
+        state = {key: chunk.sharded_state_dict(metadata=metadata) for key, chunk in self._named_chunks()}
+        if self.optimizer is not None:
+            state["optimizer"] = self.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
+        return state
+
+    def _named_chunks(self) -> list[tuple[str, Any]]:
+        """The chunks without their wrappers, whose names checkpoints do not have, under their keys in a checkpoint."""
+        chunks = unwrap_model(self.chunks)
+        if len(chunks) == 1:
+            return [("model", chunks[0])]
+        return [(f"model{index}", chunk) for index, chunk in enumerate(chunks)]
+
+    @staticmethod
+    def _one_or_list(values: list[Any]) -> Any:
+        """Megatron takes the value itself where there is one chunk, and a list where there are several."""
+        return values if len(values) > 1 else values[0]
+
+
+def _forward_step(data_iterator: Iterator[tuple[Tensor, Tensor]], model: torch.nn.Module) -> tuple[Tensor, Any]:
+    tokens, labels = next(data_iterator)
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    output = model(tokens, positions, None, labels=labels)
+    mask = torch.ones(labels.shape, device=labels.device)
+    return output, partial(reduce_loss, mask, z_loss_weight=Z_LOSS_WEIGHT)

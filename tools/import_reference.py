@@ -1,0 +1,64 @@
+#!/usr/bin/env python
+"""Import a checkpoint of the paper author's code: write a training checkpoint, or logits to compare with other code.
+
+  python tools/import_reference.py model.pt --save checkpoints/imported
+  python tools/import_reference.py model.pt --tokens tokens.pt --logits logits.pt
+  torchrun --nproc-per-node 4 tools/import_reference.py model.pt --tokens tokens.pt --logits logits.pt \\
+      --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2
+
+FILE is a .pt in the author's format (any of its five layouts); it is read as data, code in it is refused. TOKENS is an
+int64 tensor [b, s] saved with torch.save; LOGITS becomes a float32 tensor [b, s, vocab]. Any further argument, such as
+a layout, is Megatron's. The checkpoint holds weights only: go on from it with --load DIR --finetune.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from megatron_exo import platform
+from megatron_exo.errors import UserError, one_line_errors
+
+
+def parse_args(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("file", type=Path, metavar="FILE")
+    parser.add_argument("--save", type=Path, metavar="DIR", help="folder for a training checkpoint")
+    parser.add_argument("--tokens", type=Path, metavar="TOKENS", help="tokens to compute logits for")
+    parser.add_argument("--logits", type=Path, metavar="LOGITS", help="where to write them")
+    args, megatron = parser.parse_known_args(argv)
+    if (args.tokens is None) != (args.logits is None):
+        parser.error("--tokens and --logits go together")
+    if args.save is None and args.logits is None:
+        parser.error("nothing to do: give --save DIR, or --tokens and --logits")
+    return args, megatron
+
+
+def main() -> None:
+    args, megatron = parse_args()
+    with one_line_errors():
+        platform.activate()
+        from megatron_exo.convert.importing import import_checkpoint
+
+        import_checkpoint(args.file, megatron, save=args.save, tokens=_tokens(args.tokens), logits=args.logits)
+
+
+def _tokens(path: Path | None):  # noqa: ANN202  (torch is imported late, for --help to be quick)
+    if path is None:
+        return None
+    import torch
+
+    try:
+        tokens = torch.load(path, weights_only=True)
+    except Exception as error:
+        raise UserError(f"{path} is not a tensor saved with torch.save: {error}".splitlines()[0]) from error
+    if not isinstance(tokens, torch.Tensor) or tokens.dtype != torch.int64 or tokens.dim() != 2 or not tokens.numel():
+        raise UserError(f"{path} must hold an int64 tensor [b, s]")
+    return tokens
+
+
+if __name__ == "__main__":
+    sys.exit(main())
