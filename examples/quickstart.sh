@@ -5,12 +5,14 @@
 #
 # Sets up .venv, gathers English text from what is installed, trains a tokenizer, tokenises, trains the demo preset at
 # tensor parallelism 2 (1 where there is a single GPU), evaluates, saves, draws the loss. What exists is reused, and an
-# interrupted training goes on where it was saved. Delete runs/demo to begin anew.
+# interrupted training goes on where it was saved. Delete runs/demo (or the folder that MEGATRON_EXO_DEMO names) to begin
+# anew.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-data=runs/demo/data
-run=runs/demo/run
+demo=${MEGATRON_EXO_DEMO:-runs/demo}
+data=$demo/data
+run=$demo/run
 started=$SECONDS
 step() { printf '\n== %s (after %d s)\n' "$1" $((SECONDS - started)); }
 
@@ -49,13 +51,13 @@ bash examples/pretrain_exoformer.sh --nproc-per-node "$ranks" --tensor-model-par
     --preset demo --save "$run" --load "$run" "$@"
 
 step "loss curve"
-"$python" tools/plot_curve.py "$run" --output runs/demo/loss.png --unigram-entropy "$data/validation"
+"$python" tools/plot_curve.py "$run" --output "$demo/loss.png" --unigram-entropy "$data/validation"
 
 cat <<EOF
 
 Done in $((SECONDS - started)) s.
   checkpoints   $run
-  loss curve    runs/demo/loss.png
+  loss curve    $demo/loss.png
   every line    $run/logs
   numbers       $run/logs/metrics.jsonl
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import difflib
 import sys
-from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from argparse import SUPPRESS, ArgumentParser, Namespace
+from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import chain
+from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_exo import platform, presets
@@ -24,6 +26,7 @@ from megatron_exo.config import (
     ExoConfig,
     ExoConfigError,
 )
+from megatron_exo.errors import leave
 from megatron_exo.variants import VARIANTS, get_variant
 
 _AXES: dict[str, tuple[Sequence[str] | type, str]] = {
@@ -57,10 +60,13 @@ def add_exo_arguments(parser: ArgumentParser) -> ArgumentParser:
         help=f"a variant by its paper name (default: %(default)s); one of: {', '.join(VARIANTS)}",
     )
     for axis, (kind, text) in _AXES.items():
-        option: dict[str, Any] = {"type": kind} if isinstance(kind, type) else {"choices": kind}
-        group.add_argument(f"--exo-{axis.replace('_', '-')}", default=None, help=f"{text}; overrides the variant", **option)
+        values: dict[str, Any] = {"type": kind} if isinstance(kind, type) else {"choices": kind}
+        group.add_argument(_option(f"exo_{axis}"), default=None, help=f"{text}; overrides the variant", **values)
     group.add_argument(
-        "--exo-z-loss-weight", type=float, default=1e-5, help="weight of the mean squared log-partition in the loss (default: %(default)s)"
+        "--exo-z-loss-weight",
+        type=float,
+        default=1e-5,
+        help="weight of the mean squared log-partition in the loss (default: %(default)s)",
     )
     group.add_argument(
         "--exo-log",
@@ -69,13 +75,18 @@ def add_exo_arguments(parser: ArgumentParser) -> ArgumentParser:
         help="what the terminal shows: a plan and one line per log interval, or everything Megatron prints "
         "(which always goes to SAVE/logs)",
     )
-    group.add_argument("--preset", metavar="NAME", default=None, help=f"model and run sizes: {', '.join(presets.PRESETS)}")
+    group.add_argument(
+        "--preset",
+        metavar="NAME",
+        default=None,
+        help=f"sizes of model and run ({', '.join(presets.PRESETS)}), which any other argument overrides",
+    )
 
     parser.error = partial(_one_line_error, parser)  # type: ignore[method-assign]
     parser.set_defaults(**megatron_defaults())
-    chosen = _early_arguments(group)
+    chosen, sizes = _early_arguments(parser, group)
     if chosen.preset is not None:
-        parser.set_defaults(**presets.resolve(chosen.preset, exo_config_from_args(chosen)))
+        parser.set_defaults(**presets.resolve(chosen.preset, exo_config_from_args(chosen), sizes))
     return parser
 
 
@@ -85,16 +96,28 @@ def _one_line_error(parser: ArgumentParser, message: str) -> NoReturn:
         unknown = message.removeprefix("unrecognized arguments: ").split()[0].split("=")[0]
         known = [option for action in parser._actions for option in action.option_strings]
         near = difflib.get_close_matches(unknown, known, n=2)
-        message = f"unknown argument {unknown}; " + (f"did you mean {' or '.join(near)}?" if near else "--help lists them all")
-    parser.exit(2, f"error: {message}\n")
+        message = f"unknown argument {unknown}; "
+        message += f"did you mean {' or '.join(near)}?" if near else "--help lists them all"
+    leave(message, status=2)
 
 
-def _early_arguments(group: Any) -> Namespace:
-    """Parse this group's own arguments alone, before Megatron's parser sees the command line."""
+def _early_arguments(parser: ArgumentParser, group: Any) -> tuple[Namespace, dict[str, Any]]:
+    """Parse what defaults depend on alone, before Megatron's parser sees the command line.
+
+    Returns:
+        The arguments of ``group``, and those of :data:`presets.ADJUSTABLE` that are given.
+    """
     early = ArgumentParser(add_help=False, allow_abbrev=False)
-    for action in group._group_actions:
-        early.add_argument(*action.option_strings, dest=action.dest, type=action.type, default=action.default, choices=action.choices)
-    return early.parse_known_args(sys.argv[1:])[0]
+    early.error = parser.error  # type: ignore[method-assign]
+    ours = {action.dest for action in group._group_actions}
+    for action in parser._actions:
+        if action.dest in ours or action.dest in presets.ADJUSTABLE:
+            kept: dict[str, Any] = {"dest": action.dest, "type": action.type, "choices": action.choices}
+            default = action.default if action.dest in ours else SUPPRESS
+            early.add_argument(*action.option_strings, **kept, default=default)
+    chosen = early.parse_known_args(sys.argv[1:])[0]
+    sizes = {name: value for name, value in vars(chosen).items() if name not in ours}
+    return chosen, sizes
 
 
 def exo_config_from_args(args: Namespace) -> ExoConfig:
@@ -152,40 +175,96 @@ def check_arguments(args: Namespace) -> None:
     Raises:
         ExoConfigError: one line that says what, why, and what instead.
     """
+    if args.yaml_cfg is not None:
+        raise ExoConfigError("--yaml-cfg replaces the command line, with ExoFormer's arguments; pass arguments instead")
     exo = exo_config_from_args(args)
+    for problem in chain(_missing(args), _misfits(args, exo), _schedule_problems(args), _layout_problems(args)):
+        raise ExoConfigError(problem)
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _missing(args: Namespace) -> Iterator[str]:
+    """What Megatron has no default for, and partly asks for only after the model is built."""
+    needed = ["num_layers", "hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings"]
+    needed += ["micro_batch_size"] if args.skip_train else ["micro_batch_size", "lr", "eval_interval"]
+    if missing := [_option(name) for name in needed if getattr(args, name) is None]:
+        yield (
+            f"the size of the model or of the run is not given: {', '.join(missing)}; pass these, "
+            f"or --preset with one of {', '.join(presets.PRESETS)}"
+        )
+    if not (args.train_iters or args.train_samples or args.skip_train):
+        yield "the length of the run is not given; pass --train-iters, --train-samples or --preset"
+    if args.tokenizer_type is None:
+        yield (
+            "no tokenizer; pass --tokenizer-type and --tokenizer-model as the data was made with "
+            "(--tokenizer-type NullTokenizer --vocab-size N for --mock-data)"
+        )
+    elif args.tokenizer_type == "SentencePieceTokenizer" and not Path(args.tokenizer_model or "").is_file():
+        yield f"--tokenizer-model {args.tokenizer_model} is no file; pass the SentencePiece .model that made the data"
+    if args.save is not None and not args.save_interval:
+        yield "--save without --save-interval; pass the number of iterations between checkpoints"
+
+
+def _misfits(args: Namespace, exo: ExoConfig) -> Iterator[str]:
+    """What goes neither with ExoFormer nor with this machine."""
     from megatron.core.extensions.transformer_engine import HAVE_TE
 
     if args.transformer_impl == "transformer_engine" and not (HAVE_TE and platform.is_gpu()):
         why = "it is not installed" if not HAVE_TE else "it needs a CUDA device"
-        raise ExoConfigError(
+        yield (
             f"--transformer-impl transformer_engine cannot be used here: {why}; use --transformer-impl local "
             "(python -m megatron_exo.doctor says what is missing)"
         )
     if (exo.drop_anchor or exo.drop_current) and not args.skip_train:
-        raise ExoConfigError("--exo-drop-anchor and --exo-drop-current are interventions at inference; use them with --skip-train")
-    if args.num_layers is None or args.hidden_size is None:
-        raise ExoConfigError("the model has no size; pass --preset (demo, 450M, 1B) or --num-layers, --hidden-size and so on")
-    model_parallel = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
-    if args.world_size % model_parallel:
-        raise ExoConfigError(
-            f"{args.world_size} processes cannot be divided into groups of tp {args.tensor_model_parallel_size} x "
-            f"pp {args.pipeline_model_parallel_size} x cp {args.context_parallel_size} = {model_parallel}; "
-            "start torchrun with --nproc-per-node (times --nnodes) a multiple of that"
-        )
-    if args.num_attention_heads % args.tensor_model_parallel_size:
-        raise ExoConfigError(
-            f"--num-attention-heads {args.num_attention_heads} is not divisible by --tensor-model-parallel-size "
-            f"{args.tensor_model_parallel_size}: each rank holds whole heads; use a tensor-parallel size that divides the heads"
-        )
-    uneven = (args.pipeline_model_parallel_layout, args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers)
-    if args.num_layers % args.pipeline_model_parallel_size and not any(uneven):
-        raise ExoConfigError(
-            f"--num-layers {args.num_layers} is not divisible by --pipeline-model-parallel-size "
-            f"{args.pipeline_model_parallel_size}; use a size that divides the layers, or --decoder-first-pipeline-num-layers "
-            "and --decoder-last-pipeline-num-layers"
+        yield (
+            "--exo-drop-anchor and --exo-drop-current are interventions at inference; "
+            "leave them out, or evaluate with --skip-train"
         )
     if args.exo_z_loss_weight < 0:
-        raise ExoConfigError(f"--exo-z-loss-weight must not be negative, got {args.exo_z_loss_weight}")
+        yield f"--exo-z-loss-weight must not be negative, got {args.exo_z_loss_weight}; pass 0 for none"
     for name in ("use_megatron_fsdp", "use_torch_fsdp2", "hybrid_layer_pattern", "sft", "perform_rl_step"):
-        if getattr(args, name, None):
-            raise ExoConfigError(f"--{name.replace('_', '-')} is not supported with ExoFormer")
+        if getattr(args, name):
+            yield f"{_option(name)} is not supported with ExoFormer; leave it out"
+
+
+def _schedule_problems(args: Namespace) -> Iterator[str]:
+    """What Megatron's scheduler would assert after the model is built."""
+    if args.skip_train or not (args.train_iters or args.train_samples):
+        return
+    unit = "iters" if args.train_iters else "samples"
+    length = getattr(args, f"lr_decay_{unit}") or getattr(args, f"train_{unit}")
+    warmup = getattr(args, f"lr_warmup_{unit}")
+    if warmup >= length:
+        yield (
+            f"--lr-warmup-{unit} {warmup} is not shorter than the schedule of {length} {unit}; "
+            "pass a shorter warm-up or a longer run"
+        )
+    if args.lr < args.min_lr:
+        yield f"--lr {args.lr:g} is below --min-lr {args.min_lr:g}, which the schedule ends at; pass a smaller --min-lr"
+    if args.lr_decay_style == "WSD" and getattr(args, f"lr_wsd_decay_{unit}") is None:
+        yield f"--lr-decay-style WSD without --lr-wsd-decay-{unit}; pass the length of its last part"
+
+
+def _layout_problems(args: Namespace) -> Iterator[str]:
+    """How the model cannot be spread over the processes."""
+    tp, pp, cp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
+    if args.world_size % (tp * pp * cp):
+        yield (
+            f"{args.world_size} processes cannot be divided into groups of "
+            f"tp {tp} x pp {pp} x cp {cp} = {tp * pp * cp}; "
+            "start torchrun with --nproc-per-node (times --nnodes) a multiple of that"
+        )
+    if args.num_attention_heads % tp:
+        yield (
+            f"--num-attention-heads {args.num_attention_heads} is not divisible by --tensor-model-parallel-size {tp}: "
+            "each rank holds whole heads; use a tensor-parallel size that divides the heads"
+        )
+    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
+    if args.num_layers % pp and not (args.pipeline_model_parallel_layout or first or last):
+        yield (
+            f"--num-layers {args.num_layers} is not divisible by --pipeline-model-parallel-size {pp}; use a size that "
+            "divides the layers, or --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers"
+        )

@@ -23,7 +23,7 @@ from megatron_exo.model.config import ExoTransformerConfig
 from megatron_exo.model.gpt import ExoGPTModel
 from megatron_exo.model.specs import exo_block_spec
 
-# Megatron points to HybridModel on every construction of a GPTModel; the layers here are ready for it, its block is not.
+# Megatron points to HybridModel at every construction of a GPTModel; our layers are ready for it, its block is not.
 logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
 
 
@@ -54,6 +54,8 @@ class ExoModelBuilder(GPTModelBuilder):
             pre_process = is_vp_first_stage(vp_stage, vp_size) and is_pp_first_stage(pg_collection.pp)
         if post_process is None:
             post_process = is_vp_last_stage(vp_stage, vp_size) and is_pp_last_stage(pg_collection.pp)
+        if config.vocab_size is None or config.true_vocab_size is None:
+            raise ValueError("ExoModelConfig needs vocab_size and true_vocab_size before a model is built")
         vocab_size = config.vocab_size
         if config.should_pad_vocab:
             vocab_size = calculate_padded_vocab_size(

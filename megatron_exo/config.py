@@ -32,12 +32,18 @@ def parse_pathways(text: str) -> str:
     letters = text.lower().replace(",", "").replace(" ", "")
     letters = {"none": "", "all": PATHWAYS}.get(letters, letters)
     if not set(letters) <= set(PATHWAYS) or len(set(letters)) != len(letters):
-        raise ValueError(f"{text!r} is not a subset of the pathways Q, K, V, G; write for example 'qkvg', 'vg', 'v' or 'none'")
+        raise ValueError(
+            f"{text!r} is not a subset of the pathways Q, K, V, G; write for example 'qkvg', 'v' or 'none'"
+        )
     return "".join(sorted(letters, key=PATHWAYS.index))
 
 
 class ExoConfigError(UserError):
     """A combination of axes that has no meaning or is not supported: what, why, and what instead."""
+
+
+def _words(axis: str) -> str:
+    return "exo " + axis.replace("_", " ")
 
 
 @dataclass(frozen=True)
@@ -86,47 +92,59 @@ class ExoConfig:
             ("anchor_weights", ANCHOR_WEIGHTS),
             ("control", CONTROLS),
         ):
-            if getattr(self, name) not in choices:
-                raise ExoConfigError(f"exo {name} {getattr(self, name)!r} is unknown; choose one of {', '.join(choices)}")
+            value = getattr(self, name)
+            if value not in choices:
+                raise ExoConfigError(f"{_words(name)} {value!r} is unknown; choose one of {', '.join(choices)}")
         for name in ("pathways", "anchor_norm", "post_norm", "drop_anchor", "drop_current"):
             try:
                 object.__setattr__(self, name, parse_pathways(getattr(self, name)))
             except ValueError as error:
-                raise ExoConfigError(f"exo {name.replace('_', ' ')}: {error}") from None
+                raise ExoConfigError(f"{_words(name)}: {error}") from None
         if self.dynamic_hidden_size < 1:
             raise ExoConfigError(f"exo dynamic hidden size must be at least 1, not {self.dynamic_hidden_size}")
         self._refuse_contradictions()
 
     def _refuse_contradictions(self) -> None:
         if self.anchor == "none":
-            for name, neutral in (("pathways", ""), ("anchor_norm", ""), ("post_norm", ""), ("mixing", "static"),
-                                  ("anchor_weights", "learned"), ("drop_anchor", ""), ("drop_current", "")):  # fmt: skip
-                if getattr(self, name) != neutral:
+            neutral = {"pathways": "", "anchor_norm": "", "post_norm": "", "mixing": "static"}
+            neutral |= {"anchor_weights": "learned", "drop_anchor": "", "drop_current": ""}
+            for name, value in neutral.items():
+                if getattr(self, name) != value:
                     raise ExoConfigError(
-                        f"exo {name.replace('_', ' ')} {getattr(self, name)!r} has no effect without an anchor; "
-                        f"choose an anchor (--exo-anchor) or leave it at {neutral or 'none'!r}"
+                        f"{_words(name)} {getattr(self, name)!r} has no effect without an anchor; "
+                        f"choose an anchor (--exo-anchor), or give it as {value or 'none'!r}"
                     )
         elif not self.pathways:
-            raise ExoConfigError("an anchor that is mixed into no pathway does nothing; give pathways such as 'qkvg', or anchor 'none'")
+            raise ExoConfigError(
+                "an anchor that is mixed into no pathway does nothing; give pathways such as 'qkvg', or anchor 'none'"
+            )
         if "g" in self.pathways and not self.has_gate:
-            raise ExoConfigError("pathway G is mixed but the model has no gate; use --exo-gate elementwise, or pathways without 'g'")
+            raise ExoConfigError(
+                "pathway G is mixed but the model has no gate; use --exo-gate elementwise, or pathways without 'g'"
+            )
         for name in ("anchor_norm", "post_norm", "drop_anchor", "drop_current"):
             extra = set(getattr(self, name)) - set(self.pathways)
             if extra:
                 raise ExoConfigError(
-                    f"exo {name.replace('_', ' ')} names {''.join(sorted(extra, key=PATHWAYS.index)).upper()}, "
+                    f"{_words(name)} names {''.join(sorted(extra, key=PATHWAYS.index)).upper()}, "
                     f"which is not mixed (pathways {self.pathways!r}); name only mixed pathways"
                 )
         if set(self.post_norm) & set("qk"):
-            raise ExoConfigError("Q and K are always normalised after mixing (QK-norm); exo post norm takes only 'v' and 'g'")
+            raise ExoConfigError(
+                "Q and K are always normalised after mixing (QK-norm); exo post norm takes only 'v' and 'g'"
+            )
         if set(self.drop_anchor) & set(self.drop_current):
-            raise ExoConfigError("dropping both terms of one pathway leaves nothing of it; drop the anchor or the current term")
+            raise ExoConfigError(
+                "dropping both terms of one pathway leaves nothing of it; drop the anchor or the current term"
+            )
         if self.anchor_weights == "frozen" and self.anchor == "internal":
             raise ExoConfigError("an internal anchor has no matrices of its own to freeze; use anchor h0, h1 or h2")
         if self.control != "none" and self.anchor != "none":
             raise ExoConfigError(f"control {self.control!r} stands in place of the anchor; use anchor 'none' with it")
         if self.control == "embedding-residual" and self.granularity == "headwise":
-            raise ExoConfigError("the residual stream has no heads; use granularity scalar or elementwise with this control")
+            raise ExoConfigError(
+                "the residual stream has no heads; use granularity scalar or elementwise with this control"
+            )
 
     # -- what follows from the axes -------------------------------------------------------------------------
 

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron_exo.console import METRICS_FILE
+from megatron_exo.errors import UserError
 
 AXES = ("tokens", "iterations")
 _TOKEN_UNITS = ((1e9, " (billions)"), (1e6, " (millions)"), (1e3, " (thousands)"))
 _BARS = "▁▂▃▄▅▆▇█"
 
 
-class CurveError(ValueError):
+class CurveError(UserError):
     """A run or an option that gives no curve: what, why, and what to do."""
 
 

@@ -7,20 +7,19 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 
 class UserError(ValueError):
     """A request that cannot be met; the message says what is wrong, why, and what to do."""
 
 
-_STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
 @contextmanager
 def one_line_errors(storage_hint: str = "") -> Iterator[None]:
-    """Turn a :class:`UserError`, or storage that cannot be written, into one line on standard error and exit status 1.
-
-    Every rank that fails exits; the line is printed by the first rank alone, unless the trouble is one rank's own.
+    """Turn a :class:`UserError`, or storage that is full or forbidden, into one line on standard error and status 1.
 
     Args:
         storage_hint: what a full or read-only disk means for the work at hand.
@@ -28,29 +27,47 @@ def one_line_errors(storage_hint: str = "") -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(1)
+        leave(str(error))
     except Exception as error:
-        trouble = _storage_trouble(error)
+        trouble = _storage_trouble(error, storage_hint)
         if trouble is None:
             raise
-        rank = os.environ.get("RANK", "0")
-        print(f"error: rank {rank} cannot write: {trouble}{'; ' if storage_hint else ''}{storage_hint}", file=sys.stderr, flush=True)
-        # Other ranks wait for this one in a collective and other threads may hold files: leave without them.
-        os._exit(1)
+        leave(trouble, only_here=True)
 
 
-def _storage_trouble(error: BaseException | None) -> str | None:
-    """The operating system's words if the error, or one it came from, is about full or forbidden storage.
+def leave(message: str, *, status: int = 1, only_here: bool = False) -> NoReturn:
+    """End this process with one line on standard error.
+
+    Before ranks are connected they all see the same command line, so one process of each machine speaks; later, and
+    for trouble that other ranks need not have (``only_here``), every rank speaks and names itself.
+    """
+    line = " ".join(message.split())
+    if only_here or _is_connected():
+        print(f"error: rank {os.environ.get('RANK', '0')}: {line}", file=sys.stderr, flush=True)
+        # Other ranks may wait for this one in a collective, and threads of this one for them: leave without either.
+        os._exit(status)
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"error: {line}", file=sys.stderr, flush=True)
+    sys.exit(status)
+
+
+def _is_connected() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()
+
+
+def _storage_trouble(error: BaseException | None, hint: str) -> str | None:
+    """What to say if the error, or one it came from, is about full or forbidden storage.
 
     Megatron writes checkpoints in worker processes and passes their errors on as text.
     """
     while error is not None:
-        if isinstance(error, OSError) and error.errno in _STORAGE:
-            return f"{os.strerror(error.errno)}{f' ({error.filename})' if error.filename else ''}"
-        for number in _STORAGE:
-            if os.strerror(number) in str(error):
-                return os.strerror(number)
+        name = f" ({error.filename})" if isinstance(error, OSError) and error.filename else ""
+        for number in (*_FULL, errno.EACCES):
+            if getattr(error, "errno", None) == number or os.strerror(number) in str(error):
+                what = f"{os.strerror(number)}{name}"
+                if number == errno.EACCES:
+                    return f"{what}; give this user access to it, or choose another place"
+                return f"cannot write: {what}{'; ' if hint else ''}{hint}"
         error = error.__cause__ or error.__context__
     return None

@@ -75,23 +75,32 @@ def reduce_loss(loss_mask: Tensor, output: Tensor, z_loss_weight: float) -> tupl
     return cross_entropy + z_loss, num_tokens, logged
 
 
-def loss_func(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def loss_func(loss_mask: Tensor | None, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """:func:`reduce_loss` as the command line asks for it, with NaN and Inf reported to Megatron's rerun machinery."""
+    assert loss_mask is not None, "only the last pipeline stage reduces losses, and it has the mask"
     args = get_args()
     loss, num_tokens, logged = reduce_loss(loss_mask, output, args.exo_z_loss_weight)
     if args.check_for_nan_in_loss_and_grad:
         for rejected, what in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
             get_rerun_state_machine().validate_result(
-                result=loss, rejection_func=rejected, message=f"found {what} in the local loss", tolerance=0.0, fatal=True
+                result=loss,
+                rejection_func=rejected,
+                message=f"found {what} in the local loss",
+                tolerance=0.0,
+                fatal=True,
             )
     return loss, num_tokens, logged
 
 
-def forward_step(data_iterator: Iterator[dict[str, Tensor]], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+def forward_step(
+    data_iterator: Iterator[dict[str, Tensor]], model: torch.nn.Module
+) -> tuple[Tensor, Callable[..., Any]]:
     """Megatron's forward step: the model's output and how to reduce it."""
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
-    tokens, labels, loss_mask, attention_mask, position_ids = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
+    tokens, labels, loss_mask, attention_mask, position_ids = get_batch(
+        data_iterator, get_attr_wrapped_model(model, "vp_stage")
+    )
     timers("batch-generator").stop()
     output = model(tokens, position_ids, attention_mask, labels=labels)
     return output, partial(loss_func, loss_mask)

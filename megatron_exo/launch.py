@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-DEMO = Path("runs") / "demo"
-"""Where ``examples/quickstart.sh`` puts its data and its run, below the repository root."""
+DEMO = ROOT / os.environ.get("MEGATRON_EXO_DEMO", "runs/demo")
+"""Where ``examples/quickstart.sh`` puts its data and its run."""
 _DATA_OPTIONS = ("--data-path", "--data-args-path", "--train-data-path", "--per-split-data-args-path", "--mock-data")
 _LAUNCHER_OPTIONS = ("--nproc-per-node", "--nproc_per_node", "--nnodes", "--node-rank", "--node_rank", "--master-addr",
                      "--master_addr", "--master-port", "--master_port", "--rdzv-backend", "--rdzv_backend",
@@ -34,7 +34,7 @@ def with_demo(arguments: list[str]) -> list[str]:
     and the entry point says how to get data.
     """
     names = {argument.split("=")[0] for argument in arguments}
-    prepared = ROOT / DEMO / "data"
+    prepared = DEMO / "data"
     if names & {*_DATA_OPTIONS, "--help", "-h"} or not (prepared / "train.idx").exists():
         return arguments
     added = ["--train-data-path", str(prepared / "train"), "--valid-data-path", str(prepared / "validation")]

@@ -191,7 +191,8 @@ def _widths(preset: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str
     if "hidden_size" in overrides and "ffn_hidden_size" not in overrides:
         chosen["ffn_hidden_size"] = 2 * hidden_size
     chosen["max_position_embeddings"] = chosen["seq_length"]
-    return {size: chosen[size] for size in _sizes(1, hidden_size, heads, chosen["seq_length"]) if size != "num_layers"}
+    followed = ("hidden_size", "num_attention_heads", "kv_channels", "ffn_hidden_size", "seq_length")
+    return {size: chosen[size] for size in (*followed, "max_position_embeddings")}
 
 
 def _schedule(preset: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -213,9 +214,10 @@ def _schedule(preset: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[s
     if "lr" in overrides:
         schedule["min_lr"] = overrides["lr"] * preset["min_lr"] / preset["lr"]
     if in_samples:
+        decay = schedule["lr_wsd_decay_iters"]
         schedule |= {"train_iters": None, "lr_warmup_iters": 0, "lr_decay_iters": None, "lr_wsd_decay_iters": None}
         schedule |= {"train_samples": overrides["train_samples"], "lr_decay_samples": overrides["train_samples"]}
-        schedule |= {"lr_warmup_samples": warmup * batch, "lr_wsd_decay_samples": max(1, round(iters / 5)) * batch}
+        schedule |= {"lr_warmup_samples": warmup * batch, "lr_wsd_decay_samples": decay * batch}
     shortest = {"eval_interval": iters // 4, "save_interval": iters, "log_interval": iters // 10}
     return schedule | {interval: max(1, min(preset[interval], most)) for interval, most in shortest.items()}
 

@@ -57,7 +57,7 @@ def start_parallel_state(
 
 
 def transformer_config(exo: ExoConfig, dtype: torch.dtype, **fields: Any) -> ExoTransformerConfig:
-    """The paper's architecture (RMSNorm, SwiGLU, no biases) without dropout; ``fields`` give sizes, layout and the rest.
+    """The paper's architecture (RMSNorm, SwiGLU, no biases) without dropout; ``fields`` give sizes, layout and more.
 
     Args:
         dtype: ``torch.float32`` or ``torch.bfloat16``, of parameters, activations and what stages send each other.

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import socket
+import tempfile
 import traceback
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +28,7 @@ from megatron_exo.builder import ExoModelConfig, model_config_from_args
 from megatron_exo.config import ExoConfig
 from megatron_exo.errors import UserError
 from megatron_exo.plan import Layout, Plan
+from megatron_exo.resume import check_load
 
 
 @dataclass(frozen=True)
@@ -41,11 +46,15 @@ class Start:
 def preview() -> Namespace:
     """Parse ``sys.argv`` and check what can be seen from it alone; quick, and prints nothing.
 
+    Makes the folder of ``--save``, where logs go from then on.
+
     Raises:
         UserError: one line on what cannot be met.
     """
     args = parse_args(add_exo_arguments)
     check_arguments(args)
+    if args.save is not None:
+        _check_writable(Path(args.save))
     return args
 
 
@@ -56,25 +65,47 @@ def understand() -> Start:
         UserError: one line on what cannot be met; nothing has been built or connected by then.
     """
     preview()
-    try:
+    with _megatrons_refusals():
         args = parse_and_validate_args(add_exo_arguments)
-    except AssertionError as error:
-        reason = str(error) or f"it asserts '{traceback.extract_tb(error.__traceback__)[-1].line}'"
-        raise UserError(f"Megatron refuses these arguments: {reason}") from error
     exo, tokenizer = exo_config_from_args(args), get_tokenizer()
     vocab_size = max(tokenizer.vocab_size, args.vocab_size or 0)
     args.padded_vocab_size = calculate_padded_vocab_size(
         vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size, logging_enabled=False
     )
-    return Start(args, exo, tokenizer, vocab_size, model_config_from_args(args, exo, vocab_size))
+    # The namespace is saved in checkpoints: let it say what the model is, whatever a variant's name means later.
+    args.vocab_size = vocab_size
+    for axis in dataclasses.fields(exo):
+        setattr(args, f"exo_{axis.name}", getattr(exo, axis.name))
+    with _megatrons_refusals():
+        model_config = model_config_from_args(args, exo, vocab_size)
+    if args.load is not None or args.pretrained_checkpoint is not None:
+        check_load(args, exo)
+    return Start(args, exo, tokenizer, vocab_size, model_config)
+
+
+@contextmanager
+def _megatrons_refusals() -> Iterator[None]:
+    """Turn what Megatron raises for arguments it does not accept into a :class:`UserError`."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (AssertionError, ImportError, OSError, RuntimeError, ValueError) as error:
+        reason = str(error) or f"it asserts '{traceback.extract_tb(error.__traceback__)[-1].line}'"
+        raise UserError(f"Megatron refuses these arguments: {reason}") from error
 
 
 def connect() -> ProcessGroupCollection:
     """Join the ranks and make Megatron's process groups; ``megatron.training.pretrain`` keeps them.
 
     Without torchrun there is one rank, which meets itself at a free local port.
+
+    Raises:
+        UserError: there are several ranks, and nothing says where they meet.
     """
     if "MASTER_ADDR" not in os.environ:
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise UserError("WORLD_SIZE is above 1 but MASTER_ADDR is not set; start with torchrun, which sets both")
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
@@ -128,24 +159,25 @@ def check_storage(args: Namespace, exo: ExoConfig, vocab_size: int) -> None:
     """Refuse a run whose first checkpoint would not fit where it is to be saved.
 
     Raises:
-        UserError: the folder cannot be written, or has less room than one checkpoint needs.
+        UserError: the folder has less room than one checkpoint needs.
     """
     if args.save is None:
         return
-    folder = Path(args.save)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".write-test"
-        probe.write_bytes(b"")
-        probe.unlink()
-    except OSError as error:
-        raise UserError(f"--save {folder} cannot be written: {error.strerror}; choose another folder") from error
     count = sum(accounting.parameters(exo, model_sizes(args, vocab_size)).values())
     # Weights, and with the optimizer fp32 masters and two moments.
     needed = count * ((2 if args.bf16 or args.fp16 else 4) + (0 if args.no_save_optim else 12))
-    free = shutil.disk_usage(folder).free
+    free = shutil.disk_usage(args.save).free
     if free < needed:
         raise UserError(
-            f"--save {folder} has {free / 1e9:.1f} GB free and one checkpoint takes about {needed / 1e9:.1f} GB; "
+            f"--save {args.save} has {free / 1e9:.1f} GB free and one checkpoint takes about {needed / 1e9:.1f} GB; "
             "make room or choose another folder"
         )
+
+
+def _check_writable(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):  # of another name on every rank
+            pass
+    except OSError as error:
+        raise UserError(f"--save {folder} cannot be written: {error.strerror}; choose another folder") from error

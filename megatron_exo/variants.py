@@ -78,3 +78,32 @@ def get_variant(name: str) -> Variant:
 def name_of(exo: ExoConfig) -> str | None:
     """The paper name of a point on the axes, or ``None`` where it has none."""
     return next((name for name, variant in VARIANTS.items() if variant.exo == exo), None)
+
+
+def markdown_table() -> str:
+    """All named variants with their anchor, gate and reported figures, for ``docs/variants.md``."""
+    rows = ["| name | gate | anchor | mixes | anchor norm | post-norm | λ | mixing | reported |", "| --- " * 9 + "|"]
+    for variant in VARIANTS.values():
+        exo = variant.exo
+        anchor = exo.anchor + (", frozen" if exo.anchor_weights == "frozen" else "")
+        anchor = f"control: {exo.control}" if exo.control != "none" else anchor
+        mixes = exo.anchor != "none"
+        figures = (variant.reported_perplexity, variant.reported_accuracy)
+        reported = " / ".join("–" if figure is None else f"{figure:.2f}" for figure in figures)
+        cells = [
+            f"`{variant.name}`",
+            exo.gate,
+            anchor,
+            exo.pathways.upper() or "–",
+            exo.anchor_norm.upper() or "–",
+            exo.post_norm.upper() or "–",
+            exo.granularity if mixes else "–",
+            exo.mixing if mixes else "–",
+            "–" if figures == (None, None) else reported,
+        ]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    print(markdown_table())

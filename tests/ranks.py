@@ -25,11 +25,15 @@ class RankError(AssertionError):
     """What went wrong on which rank, with its traceback."""
 
 
-def run_on_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 240.0) -> list[Any]:
+def run_on_ranks(
+    world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 240.0, process_group: bool = True
+) -> list[Any]:
     """Call ``function(*args)`` on every rank of a new gloo world, with the CPU platform active.
 
     Args:
         function: importable by name (a module-level function); it, its arguments and results must pickle.
+        process_group: whether to make the default process group; a program that makes and destroys it itself gets
+            the environment that torchrun would give it.
         timeout_s: seconds after which all ranks are killed.
 
     Returns:
@@ -42,7 +46,7 @@ def run_on_ranks(world_size: int, function: Callable[..., Any], *args: Any, time
     port = _free_port()
     pipes = [_context.Pipe(duplex=False) for _ in range(world_size)]
     ranks = [
-        _context.Process(target=_main, args=(rank, world_size, port, sender, function, args), daemon=True)
+        _context.Process(target=_main, args=(rank, world_size, port, sender, function, args, process_group))
         for rank, (_, sender) in enumerate(pipes)
     ]
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -81,7 +85,13 @@ def _collect(waiting: dict[Connection, int], deadline: float) -> list[Any]:
 
 
 def _main(
-    rank: int, world_size: int, port: int, sender: Connection, function: Callable[..., Any], args: tuple[Any, ...]
+    rank: int,
+    world_size: int,
+    port: int,
+    sender: Connection,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    process_group: bool,
 ) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -95,10 +105,12 @@ def _main(
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Megatron prints a lot; a failure comes back as a traceback
         torch.set_num_threads(1)
         platform.activate()
-        dist.init_process_group("gloo", rank=rank, world_size=world_size)
+        if process_group:
+            dist.init_process_group("gloo", rank=rank, world_size=world_size)
         answer = (True, function(*args))
-        dist.barrier()
-        dist.destroy_process_group()
+        if process_group:
+            dist.barrier()
+            dist.destroy_process_group()
     except BaseException:
         answer = (False, traceback.format_exc())
     # Plain pickle copies tensors by value; the process may end before the parent reads.

@@ -17,6 +17,8 @@ import argparse
 import sys
 from pathlib import Path
 
+import torch
+
 from megatron_exo import platform
 from megatron_exo.errors import UserError, one_line_errors
 
@@ -46,11 +48,9 @@ def main() -> None:
         import_checkpoint(args.file, megatron, save=args.save, tokens=_tokens(args.tokens), logits=args.logits)
 
 
-def _tokens(path: Path | None):  # noqa: ANN202  (torch is imported late, for --help to be quick)
+def _tokens(path: Path | None) -> torch.Tensor | None:
     if path is None:
         return None
-    import torch
-
     try:
         tokens = torch.load(path, weights_only=True)
     except Exception as error:

@@ -38,7 +38,9 @@ def import_checkpoint(
     """
     source = read_reference_checkpoint(file)
     if tokens is not None and not 0 <= int(tokens.min()) <= int(tokens.max()) < source.sizes.vocab_size:
-        raise UserError(f"tokens run from {tokens.min()} to {tokens.max()}, the vocabulary has {source.sizes.vocab_size}")
+        raise UserError(
+            f"tokens run from {tokens.min()} to {tokens.max()}, the vocabulary has {source.sizes.vocab_size}"
+        )
     sys.argv[1:] = [*architecture_arguments(source.exo, source.sizes), *_run_arguments(save), *megatron_arguments]
     start = understand()
     pg_collection = connect()
@@ -64,7 +66,17 @@ def import_checkpoint(
 
 def architecture_arguments(exo: ExoConfig, sizes: ModelSizes) -> list[str]:
     """The options that describe a model to the entry point: every axis and every size."""
-    axes = ["gate", "anchor", "pathways", "anchor_norm", "post_norm", "granularity", "mixing", "anchor_weights", "control"]
+    axes = [
+        "gate",
+        "anchor",
+        "pathways",
+        "anchor_norm",
+        "post_norm",
+        "granularity",
+        "mixing",
+        "anchor_weights",
+        "control",
+    ]
     options = [("exo-" + axis.replace("_", "-"), getattr(exo, axis) or "none") for axis in axes]
     options += [
         ("exo-dynamic-hidden-size", exo.dynamic_hidden_size),
@@ -93,6 +105,8 @@ def _run_arguments(save: Path | None) -> list[str]:
 
 def _summary(file: Path, source: ReferenceCheckpoint) -> str:
     parameters = sum(tensor.numel() for tensor in source.state.values())
-    lines = [f"{file}: {source.exo.describe()}; {parameters:,} parameters, step {source.step}, {source.tokens:,} tokens"]
+    lines = [
+        f"{file}: {source.exo.describe()}; {parameters:,} parameters, step {source.step}, {source.tokens:,} tokens"
+    ]
     lines += [f"left out, unused by the author's model: {', '.join(source.dropped)}"] if source.dropped else []
     return "\n".join(lines)

@@ -16,11 +16,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_exo.errors import UserError
+
 State = Mapping[str, Tensor]
 Shape = tuple[int, ...]
 
 
-class ConversionError(ValueError):
+class ConversionError(UserError):
     """Weights that do not fit their table: which names or shapes, and what was expected."""
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_exo.convert.mapping import check_state
 
+_EMBEDDING = "embedding.word_embeddings.weight"
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _UNFUSED = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
@@ -46,7 +47,11 @@ def cut(name: str, whole: Tensor, shard: Tensor) -> Tensor:
     padding = shard.shape[dim] * size - whole.shape[dim]
     if padding and _is_vocabulary(name):
         whole = torch.cat([whole, whole.new_zeros(padding, *whole.shape[1:])])
-    return _blocks(name, whole).chunk(size, dim=dim + 1)[rank].flatten(0, 1) if _is_swiglu(name) else whole.chunk(size, dim)[rank]
+    return (
+        _blocks(name, whole).chunk(size, dim=dim + 1)[rank].flatten(0, 1)
+        if _is_swiglu(name)
+        else whole.chunk(size, dim)[rank]
+    )
 
 
 def join(name: str, part: Tensor, shard: Tensor) -> Tensor:
@@ -76,23 +81,25 @@ def load_whole_state(chunks: Sequence[torch.nn.Module], state: Mapping[str, Tens
     """
     wanted = dict(named_shards(chunks))
     known = state if pipeline_size == 1 else {name: state[name] for name in wanted if name in state}
-    check_state({name: _whole_shape(name, shard, state) for name, shard in wanted.items()}, known)
+    rows = state[_EMBEDDING].shape[0] if _EMBEDDING in state else None  # the padding is ours
+    check_state({name: whole_shape(name, shard, rows) for name, shard in wanted.items()}, known)
     for name, shard in wanted.items():
         shard.copy_(cut(name, state[name], shard))
 
 
-def _whole_shape(name: str, shard: Tensor, state: Mapping[str, Tensor]) -> tuple[int, ...]:
+def whole_shape(name: str, shard: Tensor, vocab_size: int | None = None) -> tuple[int, ...]:
+    """The shape of the whole tensor that ``shard`` is a part of, with ``vocab_size`` rows where they are tokens."""
     shape = list(shard.shape)
     if getattr(shard, "tensor_model_parallel", False):
         dim = shard.partition_dim  # type: ignore[attr-defined]
         shape[dim] *= parallel_state.get_tensor_model_parallel_world_size()
-    if _is_vocabulary(name) and name in state and state[name].shape[0] <= shape[0]:
-        shape[0] = state[name].shape[0]  # the padding is ours
+    if _is_vocabulary(name) and vocab_size is not None:
+        shape[0] = vocab_size
     return tuple(shape)
 
 
 def _is_vocabulary(name: str) -> bool:
-    return name in ("embedding.word_embeddings.weight", "output_layer.weight")
+    return name in (_EMBEDDING, "output_layer.weight")
 
 
 def _is_swiglu(name: str) -> bool:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.blended_megatron_dataset_config import (
+    convert_split_vector_to_split_matrix,
+    parse_and_normalize_split,
+)
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.training import get_args, get_tokenizer
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
@@ -18,30 +23,59 @@ def check_data_arguments(args: Namespace, tokenizer: Any) -> None:
     """Check every dataset of the command line against the files and the tokenizer, before the model is built.
 
     Raises:
-        DatasetError: nothing to train on, a missing or damaged dataset, or one made with another tokenizer.
+        DatasetError: nothing to train on, a missing or damaged dataset, one made with another tokenizer, or one with
+            too few documents for its ``--split``.
     """
     if args.mock_data:
         return
-    prefixes = dataset_prefixes(args)
+    try:
+        blend, blend_per_split = get_blend_and_blend_per_split(args)
+    except (OSError, AssertionError, KeyError, TypeError, ValueError) as error:
+        named = args.data_args_path or args.per_split_data_args_path or "--data-path"
+        raise DatasetError(f"{named} cannot be read as dataset prefixes, with or without weights: {error}") from error
+    shared = _prefixes([blend])
+    prefixes = shared or _prefixes(blend_per_split or [])
     if not prefixes:
         raise DatasetError(
             "no data: pass --data-path PREFIX (tools/preprocess_data.py makes one), --mock-data, "
             "or run examples/quickstart.sh once"
         )
     for prefix in prefixes:
-        check_dataset(prefix, vocab_size=tokenizer.vocab_size)
+        report = check_dataset(prefix, vocab_size=tokenizer.vocab_size)
         check_sidecar(prefix, args.tokenizer_type, args.tokenizer_model, tokenizer.vocab_size)
+        if shared:
+            _check_split(prefix, report.sequences, args.split)
 
 
-def dataset_prefixes(args: Namespace) -> list[Path]:
-    """The prefixes of all ``.bin``/``.idx`` pairs that the arguments name, in order, without repeats."""
-    blend, per_split = get_blend_and_blend_per_split(args)
-    blends = [blend, *(per_split or [])]
-    return list(dict.fromkeys(Path(prefix) for one in blends if one is not None for prefix in one[0]))
+def _prefixes(blends: Iterable[tuple[list[str], list[float] | None] | None]) -> list[Path]:
+    """The prefixes of ``.bin``/``.idx`` pairs in Megatron's (prefixes, weights), in order, without repeats."""
+    return list(dict.fromkeys(Path(prefix) for blend in blends if blend is not None for prefix in blend[0]))
+
+
+def _check_split(prefix: Path, sequences: int, split: str) -> None:
+    """Refuse a split that leaves a part without documents: Megatron would count its epochs for ever."""
+    try:
+        bounds = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
+        counts = [
+            None if bound is None else round(bound[1] * sequences) - round(bound[0] * sequences) for bound in bounds
+        ]
+    except (AssertionError, ValueError) as error:
+        raise DatasetError(f"--split {split!r} is no list of up to three weights; write for example 98,1,1") from error
+    for part, count in zip(("train", "validation", "test"), counts, strict=True):
+        if count == 0:
+            raise DatasetError(
+                f"--split {split} leaves no document for {part}: dataset {prefix} has {sequences}; use a more even "
+                "split such as 80,10,10, weight 0 for a part that is not wanted, or datasets of their own "
+                "(--train-data-path, --valid-data-path, --test-data-path)"
+            )
 
 
 def train_valid_test_datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
-    """Build the train, validation and test datasets; ``num_samples`` as ``megatron.training.pretrain`` gives them."""
+    """Build the train, validation and test datasets; ``num_samples`` as ``megatron.training.pretrain`` gives them.
+
+    Raises:
+        DatasetError: the index of the samples cannot be written beside the data.
+    """
     args = get_args()
     config = gpt_dataset_config(args, get_tokenizer())
     dataset_class = MockGPTDataset if args.mock_data else GPTDataset
@@ -50,7 +84,16 @@ def train_valid_test_datasets_provider(num_samples: list[int], vp_stage: int | N
         return is_first_or_last_pipeline_stage(vp_stage)
 
     builder = BlendedMegatronDatasetBuilder(dataset_class, num_samples, needed_on_this_rank, config)
-    train, valid, test = builder.build()
+    try:
+        train, valid, test = builder.build()
+    except Exception as error:
+        cause = error if isinstance(error, OSError) else error.__cause__  # Megatron wraps what rank 0 meets
+        if not isinstance(cause, OSError):
+            raise
+        raise DatasetError(
+            f"the index of the training samples cannot be written: {cause}; "
+            "pass a writable folder with room as --data-cache-path"
+        ) from error
     return train, valid, test
 
 

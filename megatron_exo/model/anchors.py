@@ -85,11 +85,13 @@ class InternalAnchor(_Anchor):
             qk_normed: ``q`` and ``k`` after layer 1's QK-norm, before RoPE; taken where the anchor norm covers them.
         """
         anchor_norm = self.config.exo.anchor_norm
-        return self._normalise_and_join({p: qk_normed[p] if p in "qk" and p in anchor_norm else raw[p] for p in self.pathways})
+        return self._normalise_and_join(
+            {p: qk_normed[p] if p in "qk" and p in anchor_norm else raw[p] for p in self.pathways}
+        )
 
 
 class EmbeddingResidual(MegatronModule):
-    """The control that has no anchor: ``x + w ⊙ H_0`` at the input of every layer, w [hidden_size] or [1], from zero."""
+    """The control that has no anchor: ``x + w ⊙ H_0`` at the input of each layer; w [hidden_size] or [1], from zero."""
 
     def __init__(self, config: ExoTransformerConfig) -> None:
         super().__init__(config=config)

@@ -1,9 +1,10 @@
-"""Megatron's transformer configuration with a point on ExoFormer's axes in it, and what the two do not allow together."""
+"""Megatron's transformer configuration with a point on ExoFormer's axes in it, and what the two do not allow."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import LayerType
@@ -24,12 +25,23 @@ class ExoTransformerConfig(TransformerConfig):
         ExoConfigError: one line that says what is not supported, why, and what to use instead.
     """
 
+    if TYPE_CHECKING:
+        attention_output_gate: bool  # a field of the base class, which mypy does not see
+
     exo: ExoConfig = field(default_factory=ExoConfig)
     """The point on the axes of variation (SPEC of the paper's variants: :mod:`megatron_exo.variants`)."""
 
     def __post_init__(self) -> None:
         if self.attention_output_gate and not self.exo.has_gate:
-            raise ExoConfigError("--attention-output-gate contradicts a variant without a gate; use --exo-gate elementwise")
+            raise ExoConfigError(
+                "--attention-output-gate contradicts a variant without a gate; use --exo-gate elementwise"
+            )
+        tp, groups = self.tensor_model_parallel_size, self.num_query_groups or self.num_attention_heads
+        if groups % tp:  # Megatron would copy groups to ranks
+            raise ExoConfigError(
+                f"num_query_groups {groups} is not divisible by tensor_model_parallel_size {tp}: K/V anchors and gates "
+                f"are split by whole query groups; use a tensor-parallel size that divides {groups}"
+            )
         self.attention_output_gate = self.exo.has_gate
         self.qk_layernorm = True  # the paper's Q and K are always normalised after mixing
         # Layers may differ (source layer, unmixed layers), so checkpoints name each layer instead of stacking them;
@@ -42,7 +54,8 @@ class ExoTransformerConfig(TransformerConfig):
     @property
     def head_layout(self) -> HeadLayout:
         """The heads of the whole model (a rank's own part: divide the groups by tp)."""
-        assert self.num_query_groups is not None and self.kv_channels is not None
+        assert self.num_query_groups is not None
+        assert self.kv_channels is not None
         return HeadLayout(self.num_query_groups, self.num_attention_heads // self.num_query_groups, self.kv_channels)
 
     @property
@@ -52,15 +65,12 @@ class ExoTransformerConfig(TransformerConfig):
 
     def _problems(self) -> Iterator[str]:
         """Every reason why this configuration cannot be built, the most basic first."""
-        tp, groups = self.tensor_model_parallel_size, self.num_query_groups
-        if groups % tp:
+        exo = self.exo
+        if exo.anchor != "none" and exo.first_mixed_layer > self.num_layers:
             yield (
-                f"num_query_groups {groups} is not divisible by tensor_model_parallel_size {tp}: K/V anchors and gates "
-                f"are split by whole query groups; use a tensor-parallel size that divides {groups}"
+                f"anchor {exo.anchor!r} is mixed from layer {exo.first_mixed_layer} on, but the model has "
+                f"{self.num_layers}; use more layers or an earlier anchor"
             )
-        source = self.exo.source_layer
-        if source is not None and self.exo.anchor != "none" and self.exo.first_mixed_layer > self.num_layers:
-            yield f"anchor {self.exo.anchor!r} is mixed from layer {self.exo.first_mixed_layer} on, but there are {self.num_layers} layers"
         if self.normalization != "RMSNorm":
             yield f"ExoFormer uses RMSNorm, not {self.normalization}; pass --normalization RMSNorm"
         if self.add_bias_linear or self.add_qkv_bias:
@@ -71,20 +81,26 @@ class ExoTransformerConfig(TransformerConfig):
             if getattr(self, field_name, None):
                 yield f"{field_name} is not supported with ExoFormer layers: {why}"
         if self.cuda_graph_impl != "none":
-            yield "CUDA graphs are not supported: the captured layer has no input for the anchor; use --cuda-graph-impl none"
+            yield (
+                "CUDA graphs are not supported: the captured layer has no input for the anchor; "
+                "use --cuda-graph-impl none"
+            )
         if self.transformer_impl not in ("local", "transformer_engine"):
             yield f"transformer_impl {self.transformer_impl!r} is not supported; use local or transformer_engine"
-        if source is None:
+        if exo.source_layer is None:
             return
         if self.distribute_saved_activations:
             yield "distribute_saved_activations would not split the anchor; leave out --distribute-saved-activations"
         if self.pipeline_model_parallel_size > 1:
             if self.fp32_residual_connection:
-                yield "fp32 residual connections cannot share the wire between stages with anchors; leave out --fp32-residual-connection"
+                yield (
+                    "fp32 residual connections cannot share the wire between stages with anchors; "
+                    "leave out --fp32-residual-connection"
+                )
             for pp_rank, vp_stage in self._chunks_without_layers():
                 yield (
                     f"pipeline stage {pp_rank} (virtual stage {vp_stage}) has no decoder layer, and anchors are handed "
-                    f"on by layers; give every stage at least one"
+                    "on by layers; give every stage at least one"
                 )
 
     def _chunks_without_layers(self) -> Iterator[tuple[int, int]]:

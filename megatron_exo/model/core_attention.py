@@ -39,7 +39,9 @@ class SDPACoreAttention(torch.nn.Module):
             (config.apply_query_key_layer_scaling, "query-key layer scaling"),
         ):
             if wanted:
-                raise ValueError(f"the local backend's attention does not support {what}; use --transformer-impl transformer_engine")
+                raise ValueError(
+                    f"the local backend's attention does not support {what}; use --transformer-impl transformer_engine"
+                )
         self.attn_mask_type = attn_mask_type
         self.softmax_scale = softmax_scale
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout

@@ -38,7 +38,7 @@ class ExoTransformerLayer(TransformerLayer):
         self.embedding_residual = EmbeddingResidual(config) if exo.control == "embedding-residual" else None
         self.wire = Wire.of_layer(config, layer_number, self.layer_number, kwargs.get("vp_stage"), self.pg_collection)
 
-    def forward(  # type: ignore[override]
+    def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, context: Tensor | None = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Run the layer.
@@ -52,22 +52,21 @@ class ExoTransformerLayer(TransformerLayer):
         Returns:
             The layer's output (on the last layer of a chunk: packed for the wire) and the context for the next layer.
         """
-        exo = self.config.exo
+        exo, anchor = self.config.exo, self.anchor
         hidden_states, context = self.wire.unpack(hidden_states, context)
-        is_source = self.layer_number == exo.source_layer
-        if is_source and exo.anchor == "h0":
-            context = self.anchor(hidden_states)
+        if isinstance(anchor, ExogenousAnchor) and exo.anchor == "h0":
+            context = anchor(hidden_states)
         if self.embedding_residual is not None:
-            context = hidden_states if is_source else context
+            context = hidden_states if self.layer_number == exo.source_layer else context
             hidden_states = self.embedding_residual(hidden_states, context)
 
-        if isinstance(self.anchor, InternalAnchor):
-            with self.self_attention.publishing(self.anchor) as published:
+        if isinstance(anchor, InternalAnchor):
+            with self.self_attention.publishing(anchor) as published:
                 output, _ = super().forward(hidden_states, attention_mask, **kwargs)
             (context,) = published
         else:
             with self.self_attention.reading(context):
                 output, _ = super().forward(hidden_states, attention_mask, **kwargs)
-            if is_source and exo.anchor in ("h1", "h2"):
-                context = self.anchor(output)
+        if isinstance(anchor, ExogenousAnchor) and exo.anchor != "h0":
+            context = anchor(output)
         return self.wire.pack(output, context), context

@@ -43,7 +43,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         return log_partition - label_score, log_partition
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor, grad_log_partition: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_loss: Tensor, grad_log_partition: Tensor) -> tuple[Tensor, None, None, None]:
         softmax, index, here = ctx.saved_tensors
         grad_valid = softmax.float() * (grad_loss + grad_log_partition).unsqueeze(-1)
         if softmax.shape[-1]:

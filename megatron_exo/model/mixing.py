@@ -60,7 +60,7 @@ class _HeadSharded(MegatronModule):
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,
-            {name: 0 for name in self.sharded_names},
+            dict.fromkeys(self.sharded_names, 0),
             sharded_offsets,
             tp_group=self.pg_collection.tp,
             dp_cp_group=metadata["dp_cp_group"],
@@ -90,7 +90,9 @@ class ProjectionMixing(_HeadSharded):
         for pathway in exo.post_norm:
             self.register_parameter(f"{pathway}_post_norm", head_gain(layout.head_dim, config))
 
-    def forward(self, current: dict[str, Tensor], anchors: dict[str, Tensor], gammas: dict[str, Tensor]) -> dict[str, Tensor]:
+    def forward(
+        self, current: dict[str, Tensor], anchors: dict[str, Tensor], gammas: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
         """Mix every pathway of the configuration; the others pass through.
 
         Args:
@@ -158,7 +160,7 @@ class DynamicMixing(MegatronModule):
         torch.nn.init.zeros_(self.fc2.weight)
         torch.nn.init.zeros_(self.fc2.bias)
         for parameter in self.parameters():
-            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+            parameter.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         """Compute γ from the normed layer input.

@@ -47,7 +47,9 @@ class HeadLayout:
         by_group = packed.view(*packed.shape[:2], self.num_groups, -1)
         sizes = [self._heads_in_group(component) * self.head_dim for component in components]
         parts = torch.split(by_group, sizes, dim=-1)
-        return {c: part.reshape(*packed.shape[:2], -1, self.head_dim) for c, part in zip(components, parts, strict=True)}
+        return {
+            c: part.reshape(*packed.shape[:2], -1, self.head_dim) for c, part in zip(components, parts, strict=True)
+        }
 
     def join(self, parts: dict[str, Tensor]) -> Tensor:
         """Concatenate components [s, b, heads, head_dim] into one tensor [s, b, width], in the order of ``parts``."""

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import importlib
 import os
-import sys
 import warnings
+from collections.abc import Iterator
 
 import torch
 
+from megatron_exo.platform.conflicts import refuse_conflicting_packages
 from megatron_exo.platform.registry import Patch, PatchRegistry
 
 __all__ = ["Patch", "activate", "active_patches", "communication_backend", "deactivate", "device", "is_gpu"]
@@ -39,36 +40,36 @@ def communication_backend() -> str:
 
 
 def activate() -> None:
-    """Apply every patch that this machine needs. Calling it again does nothing."""
-    # Megatron demands this variable for tensor parallelism even where no device reads it.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    """Apply every patch that this machine needs. Calling it again does nothing.
+
+    Raises:
+        UserError: a package is installed with which Megatron cannot work here; nothing has been changed.
+    """
     if _registry.applied:
         return
+    refuse_conflicting_packages(is_gpu())
+    # Megatron demands this variable for tensor parallelism even where no device reads it.
+    _registry.set_default_environ("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if not is_gpu():
-        # megatron.core binds its fusion decorator to torch.compile at import; compiling each of those small
-        # functions for the CPU costs minutes and gains nothing.
-        os.environ["TORCHDYNAMO_DISABLE"] = "1"
-        if "torch._dynamo" in sys.modules:  # it read the variable when it was imported
-            sys.modules["torch._dynamo"].config.disable = True
-        # DeepSpeed sets this one, and with it torch would report CUDA while we redirect device queries.
-        os.environ.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)
+        # megatron.core wraps small functions in torch.compile at its import, which is seconds quicker with this.
+        _registry.set_default_environ("TORCHDYNAMO_DISABLE", "1")
     with warnings.catch_warnings():
         # Megatron says a dozen times that Transformer Engine and Apex are absent; `megatron_exo.doctor` says it once.
         warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex|transformer-engine)")
         warnings.filterwarnings("ignore", message=".*No CUDA runtime is found")
-        _apply_needed_patches()
+        _registry.apply(_needed_patches())
 
 
-def _apply_needed_patches() -> None:
+def _needed_patches() -> Iterator[Patch]:
+    """The patches for this machine; a generator, for a failing import of Megatron to be undone as a failing patch is."""
     from megatron_exo.platform.patches import PATCHES
 
-    optimizer = importlib.import_module("megatron.core.optimizer")
     needed = {"always"}
     if not is_gpu():
-        needed.add("cpu")
-    if not is_gpu() or optimizer.USING_PYTORCH_OPTIMIZER:
+        needed |= {"cpu", "without-fused-adam"}
+    elif importlib.import_module("megatron.core.optimizer").USING_PYTORCH_OPTIMIZER:
         needed.add("without-fused-adam")
-    _registry.apply([patch for patch in PATCHES if patch.when in needed])
+    yield from (patch for patch in PATCHES if patch.when in needed)
 
 
 def deactivate() -> None:

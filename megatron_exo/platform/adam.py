@@ -34,12 +34,14 @@ class FusedAdam(torch.optim.Optimizer):
         capturable: bool = False,
     ) -> None:
         if capturable:
-            raise ValueError("FusedAdam over torch cannot be captured in a CUDA graph; turn the optimizer's CUDA graph off")
+            raise ValueError(
+                "FusedAdam over torch cannot be captured in a CUDA graph; turn the optimizer's CUDA graph off"
+            )
         self.adam_w_mode = adam_w_mode
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One update of every parameter that has a gradient."""
         loss = None
         if closure is not None:
@@ -56,15 +58,15 @@ class FusedAdam(torch.optim.Optimizer):
                     state["exp_avg"] = torch.zeros_like(p)
                     state["exp_avg_sq"] = torch.zeros_like(p)
             beta1, beta2 = group["betas"]
-            # torch's kernel increments the counts that it is given, so it gets fresh ones of the steps before.
-            before = float(group["step"] - 1)
+            # torch's kernel counts in the tensors that it is given, so it gets fresh ones of the steps before.
+            steps = torch.full((len(params),), float(group["step"] - 1), dtype=torch.float32, device=params[0].device)
             adam(
                 params,
                 [p.grad for p in params if p.grad is not None],
                 [self.state[p]["exp_avg"] for p in params],
                 [self.state[p]["exp_avg_sq"] for p in params],
                 [],
-                [torch.tensor(before, dtype=torch.float32, device=p.device) for p in params],
+                list(steps.unbind()),
                 fused=True,
                 amsgrad=False,
                 beta1=beta1,

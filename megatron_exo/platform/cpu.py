@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
+import psutil
 import torch
 
 _CPU = torch.device("cpu")
@@ -28,18 +28,20 @@ def _on_cpu(value: Any) -> Any:
 
 
 def redirect_device_argument(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a tensor factory, or ``Tensor.to``: its ``device`` (and ``Tensor.to``'s first argument) never is CUDA."""
-    is_method = getattr(original, "__name__", "") == "to"
+    """Wrap a tensor factory: its ``device`` never is CUDA."""
 
-    @functools.wraps(original, updated=())
+    @functools.wraps(original)
     def redirected(*args: Any, **kwargs: Any) -> Any:
         if "device" in kwargs:
             kwargs["device"] = _on_cpu(kwargs["device"])
-        if is_method and len(args) > 1:
-            args = (args[0], _on_cpu(args[1]), *args[2:])
         return original(*args, **kwargs)
 
     return redirected
+
+
+def stay(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """``Tensor.cuda``: the tensor itself, as for a tensor that is on the device already."""
+    return self
 
 
 def report_cuda_type(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -48,7 +50,7 @@ def report_cuda_type(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         answer = original(self, *args, **kwargs)
-        if isinstance(answer, str):
+        if isinstance(answer, str) and self.is_cpu:
             return answer.replace("torch.", "torch.cuda.", 1)
         return answer
 
@@ -72,40 +74,30 @@ def null_context(*args: Any, **kwargs: Any) -> Iterator[None]:
 
 
 class NullStream:
-    """A stream or event on a device that runs everything in order: waiting is always over."""
+    """A stream of a device that runs everything in order: waiting is always over."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
     def wait_stream(self, stream: Any) -> None: ...
-    def wait_event(self, event: Any) -> None: ...
-    def synchronize(self) -> None: ...
-    def wait(self, stream: Any = None) -> None: ...
-    def record(self, stream: Any = None) -> None: ...
-
-    def record_event(self, event: Any = None) -> NullStream:
-        return event if event is not None else NullStream()
-
-    def query(self) -> bool:
-        return True
 
 
 def device_properties(device: Any = None) -> SimpleNamespace:
-    """The least device: architecture 0 enables no fast path, and memory is the machine's."""
-    import psutil
-
-    return SimpleNamespace(name="cpu", major=0, minor=0, multi_processor_count=1, total_memory=psutil.virtual_memory().total)
+    """The least device: architecture 0 enables no fast path."""
+    return SimpleNamespace(major=0, minor=0)
 
 
 def resident_bytes(device: Any = None) -> int:
-    import psutil
-
     return psutil.Process().memory_info().rss
 
 
 def peak_resident_bytes(device: Any = None) -> int:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def machine_bytes_used(device: Any = None) -> int:
+    return psutil.virtual_memory().used
 
 
 def memory_stats(device: Any = None) -> dict[str, int]:
@@ -116,7 +108,6 @@ def memory_stats(device: Any = None) -> dict[str, int]:
         "reserved_bytes.all.current": current,
         "reserved_bytes.all.peak": peak,
         "allocation.all.current": 0,
-        "num_alloc_retries": 0,
     }
 
 
@@ -176,11 +167,15 @@ def allow_no_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_one_device(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Let ``torch.cuda.device_count()`` say 1 during the call, and only then."""
+    """Let ``torch.cuda.device_count()`` say 1 during the call, and only then: others take it for a GPU."""
 
     @functools.wraps(original)
     def counted(*args: Any, **kwargs: Any) -> Any:
-        with mock.patch.object(torch.cuda, "device_count", return_value=1):
+        device_count = torch.cuda.device_count
+        torch.cuda.device_count = lambda: 1
+        try:
             return original(*args, **kwargs)
+        finally:
+            torch.cuda.device_count = device_count
 
     return counted

@@ -5,16 +5,18 @@ Checked against megatron-core 0.19.2 and torch 2.14 (``tests/platform``).
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from typing import Any
+
 import megatron_exo.platform.cpu as cpu
 from megatron_exo.platform.adam import FusedAdam
 from megatron_exo.platform.registry import Patch
 
-_FACTORIES = ("tensor", "empty", "zeros", "ones", "full", "arange", "rand", "randn", "randint", "as_tensor", "empty_like",
-              "zeros_like", "ones_like", "full_like")  # fmt: skip
-_NO_OPS = ("synchronize", "empty_cache", "set_device", "reset_peak_memory_stats", "set_stream", "ipc_collect")
+_FACTORIES = ("tensor", "zeros", "ones", "empty", "empty_like")
 
 
-def _always(value: object):
+def _always(value: Any) -> Callable[[Any], Any]:
     """A replacement that ignores the original."""
     return lambda original: value
 
@@ -27,52 +29,77 @@ PATCHES: tuple[Patch, ...] = (
         "the wheel ships the compiled dataset helpers but no Makefile; `make` fails and start-up exits",
         when="always",
     ),
+    # -- torch.compile -----------------------------------------------------------------------------------------
+    Patch(
+        "torch._dynamo.config:disable",
+        lambda original: os.environ.get("TORCHDYNAMO_DISABLE") != "0",
+        "compiling each of Megatron's small functions for the CPU costs minutes and gains nothing; the variable alone "
+        "does not reach functions that are wrapped already",
+    ),
     # -- tensors: where Megatron says cuda, take the CPU -------------------------------------------------------
     *(
-        Patch(f"torch:{name}", cpu.redirect_device_argument, "Megatron allocates with device='cuda' or the current device")
+        Patch(f"torch:{name}", cpu.redirect_device_argument, "Megatron allocates with device='cuda'")
         for name in _FACTORIES
     ),
-    Patch("torch:Tensor.to", cpu.redirect_device_argument, "tensors are moved to 'cuda'"),
-    Patch("torch:Tensor.cuda", _always(lambda self, *args, **kwargs: self), "tensors and modules are moved with .cuda()"),
+    Patch("torch:Tensor.cuda", _always(cpu.stay), "tensors and modules are moved with .cuda()"),
     Patch(
         "torch:Tensor.type",
         cpu.report_cuda_type,
         "the optimizers sort parameters by type strings such as 'torch.cuda.FloatTensor'",
     ),
-    # -- torch.cuda functions -------------------------------------------------------------------------------
-    Patch("torch.cuda:is_available", _always(lambda: False), "pinned: the redirections below must not look like a GPU"),
-    Patch("torch.cuda:current_device", _always(cpu.current_device), "used as the device of buffers everywhere"),
-    *(
-        Patch(f"torch.cuda:{name}", _always(cpu.no_op), "called unconditionally; raises without a driver")
-        for name in _NO_OPS
+    # -- torch.cuda ------------------------------------------------------------------------------------------
+    Patch(
+        "torch.cuda:is_available",
+        _always(lambda: False),
+        "a GPU may be there that is not to be used, and torch may infer one from the device count (see below)",
     ),
-    Patch("torch.cuda:Stream", _always(cpu.NullStream), "gradient buffers and timers make streams"),
-    Patch("torch.cuda:Event", _always(cpu.NullStream), "timers make events"),
-    Patch("torch.cuda:current_stream", _always(cpu.NullStream), "waited on by communication code"),
-    Patch("torch.cuda:stream", _always(cpu.null_context), "entered around overlapped work"),
-    Patch("torch.cuda:get_device_properties", _always(cpu.device_properties), "asked for an architecture version"),
-    Patch("torch.cuda:memory_stats", _always(cpu.memory_stats), "logged at intervals"),
-    Patch("torch.cuda:memory_allocated", _always(cpu.resident_bytes), "logged at intervals"),
-    Patch("torch.cuda:max_memory_allocated", _always(cpu.peak_resident_bytes), "logged at intervals"),
-    Patch("torch.cuda:memory_reserved", _always(cpu.resident_bytes), "logged at intervals"),
-    Patch("torch.cuda:max_memory_reserved", _always(cpu.peak_resident_bytes), "logged at intervals"),
-    # -- random numbers ------------------------------------------------------------------------------------
-    Patch("torch.cuda:get_rng_state", _always(cpu.get_rng_state), "checkpoints and recompute save the generator"),
-    Patch("torch.cuda:set_rng_state", _always(cpu.set_rng_state), "checkpoints and recompute restore the generator"),
-    Patch("torch.cuda:manual_seed", _always(cpu.manual_seed), "the RNG tracker seeds the device generator"),
-    Patch("megatron.core.tensor_parallel.random:_get_cuda_rng_state", _always(cpu.get_rng_state), "reads the device's generator"),
-    Patch("megatron.core.tensor_parallel.random:_set_cuda_rng_state", _always(cpu.set_rng_state), "writes the device's generator"),
+    Patch("torch.cuda:current_device", _always(cpu.current_device), "the device of most of Megatron's buffers"),
+    Patch("torch.cuda:set_device", _always(cpu.no_op), "called at start-up; raises without a driver"),
+    Patch("torch.cuda:synchronize", _always(cpu.no_op), "called by timers and checkpoints; raises without a driver"),
+    Patch("torch.cuda:Stream", _always(cpu.NullStream), "models are wrapped on a stream of their own"),
+    Patch("torch.cuda:current_stream", _always(cpu.NullStream), "gradient buffers wait on it"),
+    Patch("torch.cuda:stream", _always(cpu.null_context), "models are wrapped on a stream of their own"),
+    Patch(
+        "torch.cuda:get_device_properties",
+        _always(cpu.device_properties),
+        "argument validation asks for the architecture's version",
+    ),
+    Patch("torch.cuda:device_memory_used", _always(cpu.machine_bytes_used), "logged; raises without a driver"),
+    Patch("torch.cuda:memory_stats", _always(cpu.memory_stats), "empty without CUDA, where the log looks up its keys"),
+    *(
+        Patch(f"torch.cuda:{name}", _always(value), "logged; all zero without CUDA")
+        for name, value in (
+            ("memory_allocated", cpu.resident_bytes),
+            ("memory_reserved", cpu.resident_bytes),
+            ("max_memory_allocated", cpu.peak_resident_bytes),
+            ("max_memory_reserved", cpu.peak_resident_bytes),
+        )
+    ),
+    # -- random numbers ----------------------------------------------------------------------------------------
+    Patch("torch.cuda:get_rng_state", _always(cpu.get_rng_state), "checkpoints save the device's generator"),
+    Patch("torch.cuda:set_rng_state", _always(cpu.set_rng_state), "checkpoints restore the device's generator"),
+    Patch("torch.cuda:manual_seed", _always(cpu.manual_seed), "the RNG tracker seeds the device's generator"),
+    Patch(
+        "megatron.core.tensor_parallel.random:_get_cuda_rng_state",
+        _always(cpu.get_rng_state),
+        "the RNG tracker and recompute read the device's generator",
+    ),
+    Patch(
+        "megatron.core.tensor_parallel.random:_set_cuda_rng_state",
+        _always(cpu.set_rng_state),
+        "the RNG tracker and recompute write the device's generator; without CUDA the original does so never",
+    ),
     Patch(
         "megatron.core.tensor_parallel.random:CudaRNGStatesTracker.fork",
         _always(cpu.fork_rng),
         "the original warns whenever the CPU generator moves, and here that is the device's generator",
     ),
-    # -- optimizer -----------------------------------------------------------------------------------------
+    # -- optimizer ---------------------------------------------------------------------------------------------
     *(
         Patch(
             f"megatron.core.optimizer{target}",
             _always(value),
-            "torch's AdamW keeps its step where the distributed optimizer cannot load it; ours is shaped like FusedAdam",
+            "torch's AdamW keeps its step where the distributed optimizer cannot load it; ours is like FusedAdam",
             when="without-fused-adam",
         )
         for target, value in (
@@ -85,7 +112,19 @@ PATCHES: tuple[Patch, ...] = (
     ),
     # -- megatron.training start-up ----------------------------------------------------------------------------
     Patch("megatron.training.training:initialize_megatron", cpu.allow_no_cuda, "asserts CUDA unless told otherwise"),
-    Patch("megatron.training.initialize:_initialize_distributed", cpu.with_one_device, "sets up process groups only where a device is counted"),
-    Patch("megatron.training.initialize:_set_random_seed", cpu.with_one_device, "seeds the RNG tracker only where a device is counted"),
-    Patch("megatron.training.training:set_jit_fusion_options", _always(cpu.no_op), "warms CUDA kernels up"),
+    Patch(
+        "megatron.training.initialize:_initialize_distributed",
+        cpu.with_one_device,
+        "sets up process groups only where a device is counted",
+    ),
+    Patch(
+        "megatron.training.initialize:_set_random_seed",
+        cpu.with_one_device,
+        "seeds the RNG tracker only where a device is counted",
+    ),
+    Patch(
+        "megatron.training.training:set_jit_fusion_options",
+        _always(cpu.no_op),
+        "warms CUDA kernels up, on activations of full size",
+    ),
 )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-_MISSING = object()
+_INHERITED = object()
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,8 @@ class Patch:
     """Receives the original and returns what takes its place."""
     reason: str
     when: Literal["cpu", "without-fused-adam", "always"] = "cpu"
-    """Where it is needed: without CUDA; where neither Transformer Engine nor Apex brings FusedAdam; everywhere."""
+    """Where it is needed: where models live on CPUs; where no FusedAdam can be used, which is on every CPU, and on
+    GPUs without Transformer Engine and Apex; everywhere."""
 
     def owner_and_name(self) -> tuple[Any, str]:
         """Import the target's module and return the object that holds the attribute, and its name."""
@@ -42,27 +44,40 @@ class PatchRegistry:
     """Applies patches in order and takes them back in reverse order."""
 
     applied: list[Patch] = field(default_factory=list)
-    _undo: list[tuple[Any, str, Any]] = field(default_factory=list)
+    _undo: list[Callable[[], object]] = field(default_factory=list)
+
+    def set_default_environ(self, name: str, value: str) -> None:
+        """Set an environment variable until :meth:`restore`, unless the user has set it."""
+        if name not in os.environ:
+            os.environ[name] = value
+            self._undo.append(lambda: os.environ.pop(name, None))
 
     def apply(self, patches: Iterable[Patch]) -> None:
-        """Apply ``patches``; on any failure everything applied so far is restored and the error re-raised."""
+        """Apply ``patches``; on any failure everything done so far is restored and the error re-raised."""
         try:
             for patch in patches:
                 owner, name = patch.owner_and_name()
                 original = getattr(owner, name)  # raises AttributeError when upstream has renamed the target
-                # An inherited attribute is shadowed, and uncovered again by deleting the shadow.
-                self._undo.append((owner, name, vars(owner).get(name, _MISSING)))
-                setattr(owner, name, patch.replace(original))
+                replacement = patch.replace(original)
+                self._undo.append(_restoring(owner, name))
+                setattr(owner, name, replacement)
                 self.applied.append(patch)
         except Exception:
             self.restore()
             raise
 
     def restore(self) -> None:
+        """Take everything back, the last change first."""
         while self._undo:
-            owner, name, original = self._undo.pop()
-            if original is _MISSING:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, original)
+            self._undo.pop()()
         self.applied.clear()
+
+
+def _restoring(owner: Any, name: str) -> Callable[[], object]:
+    """A function that gives ``owner`` back what it holds under ``name`` now.
+
+    A class may hold less than what ``getattr`` finds: a patch shadows an inherited attribute, and deleting the shadow
+    uncovers it.
+    """
+    held = vars(owner).get(name, _INHERITED) if isinstance(owner, type) else getattr(owner, name)
+    return (lambda: delattr(owner, name)) if held is _INHERITED else (lambda: setattr(owner, name, held))

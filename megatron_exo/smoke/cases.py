@@ -34,17 +34,17 @@ SIZES = {
     "small": Size(
         ModelSizes(
             num_layers=3,
-            hidden_size=64,
+            hidden_size=32,
             num_attention_heads=4,
             num_query_groups=4,
-            kv_channels=16,
-            ffn_hidden_size=128,
-            vocab_size=256,
-            seq_length=64,
+            kv_channels=8,
+            ffn_hidden_size=64,
+            vocab_size=128,
+            seq_length=32,
         ),
         batch_size=2,
         timed_batch_size=2,
-        learning_rate=3e-3,
+        learning_rate=1e-3,
     ),
     "medium": Size(
         ModelSizes(
@@ -79,25 +79,32 @@ class Case:
 
 @dataclass(frozen=True)
 class Bounds:
-    """The largest deviations from the CPU's float32 that pass."""
+    """The largest deviations that pass: from the CPU's float32, but for ``resume``."""
 
     loss: float
-    """Of the first loss, absolute."""
+    """Of the loss before training, absolute."""
     logits: float
-    """Root mean square of the difference over that of the logits."""
+    """Norm of the difference over the norm, all logits together."""
     gradient: float
-    """Norm of the difference over the norm, of the parameter where it is largest."""
+    """Norm of the difference over the norm, of the parameter where that is largest."""
     training: float
-    """Of any of the losses of the steps, absolute."""
+    """Of the loss at any of the steps, absolute."""
     resume: float
-    """Of any loss after the resume from the uninterrupted run on the same device, absolute."""
+    """Of the loss at any step after the resume from the same steps without one, on the same device, absolute."""
 
 
 BOUNDS = {
-    "fp32": Bounds(loss=1e-4, logits=1e-4, gradient=1e-3, training=1e-3, resume=1e-4),
-    "bf16": Bounds(loss=3e-2, logits=3e-2, gradient=1.4e-1, training=3e-2, resume=1e-2),
+    # Another order of summation changes float32 results by about 1e-6. A change of the weights by ten times that moves
+    # the losses of the small model by at most 3e-4 in 20 steps; TF32 or a wrong term moves them by more than 1e-3.
+    "fp32": Bounds(loss=1e-4, logits=1e-4, gradient=1e-3, training=1e-3, resume=1e-3),
+    # bfloat16 keeps 8 bits (4e-3). On CPUs it gives the small models 1.5% in logits, 4% in the worst gradient, 0.02 in
+    # loss. A relative error of 0.14 is a cosine of 0.99 with no difference in length.
+    "bf16": Bounds(loss=3e-2, logits=3e-2, gradient=1.4e-1, training=5e-2, resume=3e-2),
 }
+"""A resume that forgets Adam's moments is off by 0.1 after one step and by 1 after four."""
+
 SAME_DEVICE = Bounds(loss=1e-6, logits=1e-6, gradient=1e-5, training=1e-5, resume=1e-6)
+"""For float32 on the CPU against itself: nothing but threads may change the order of a sum."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +120,7 @@ class Deviation:
         return self.value <= self.bound  # NaN does not pass
 
     def __str__(self) -> str:
-        return f"{self.quantity} {self.value:.1e} (bound {self.bound:.0e})"
+        return f"{self.quantity} {self.value:.1e} (bound {self.bound:g})"
 
 
 @dataclass
@@ -139,11 +146,10 @@ class Result:
         return [deviation for stage in self.stages.values() for deviation in stage]
 
     def verdict(self, stage: str) -> str:
-        """``pass``, ``FAIL``, or ``-`` for a stage that was not reached."""
+        """``pass``, ``FAIL``, or ``-`` for a stage after the one that an error ended."""
         if stage in self.stages:
             return "pass" if all(deviation.passed for deviation in self.stages[stage]) else "FAIL"
-        reached = STAGES.index(stage) == len(self.stages)
-        return "FAIL" if reached else "-"
+        return "FAIL" if STAGES.index(stage) == len(self.stages) else "-"
 
     def worst(self) -> Deviation | None:
         """The deviation that comes nearest to its bound, or exceeds it most."""

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_exo import platform
 from megatron_exo.convert.shards import load_whole_state, named_shards
-from megatron_exo.smoke.cases import BOUNDS, RESUMED_STEPS, SIZES, STAGES, STEPS, Bounds, Case, Deviation, Result
+from megatron_exo.smoke.cases import RESUMED_STEPS, SIZES, STAGES, STEPS, Bounds, Case, Deviation, Result
 from megatron_exo.smoke.compare import largest_difference, largest_relative_error, number_of_changed, relative_error
 from megatron_exo.smoke.process import one_line
 from megatron_exo.standalone import StandaloneModel, start_parallel_state, transformer_config
@@ -33,7 +33,9 @@ _WARMUP_STEPS, _TIMED_STEPS = 3, 10
 
 def environment() -> dict[str, str]:
     """Name → value of what a result depends on: the device, and the versions of what runs on it."""
-    facts = {"device": torch.cuda.get_device_name() if platform.is_gpu() else f"CPU ({torch.get_num_threads()} threads)"}
+    facts = {
+        "device": torch.cuda.get_device_name() if platform.is_gpu() else f"CPU ({torch.get_num_threads()} threads)"
+    }
     for package in ("torch", "megatron-core", "transformer-engine"):
         try:
             facts[package] = metadata.version(package)

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import traceback
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,18 +24,18 @@ class WorkerError(RuntimeError):
 
 
 class Worker:
-    """Calls functions of :mod:`megatron_exo.smoke.checks`, in order, in one process for as long as all goes well.
+    """Calls functions, in order, in one process for as long as all goes well.
 
     After an error, what the process left on the device cannot be trusted: it is replaced for the next call.
 
     Args:
-        on_gpu: whether the process uses ``cuda:0``.
+        start: called in the new process; returns the module whose functions are called. It must pickle.
         log: file to which everything that the process prints is appended.
         timeout_s: seconds after which a call is given up and the process killed.
     """
 
-    def __init__(self, *, on_gpu: bool, log: Path, timeout_s: float = 300.0) -> None:
-        self._on_gpu, self._log, self._timeout_s = on_gpu, log, timeout_s
+    def __init__(self, start: Callable[[], Any], *, log: Path, timeout_s: float) -> None:
+        self._start_module, self._log, self._timeout_s = start, log, timeout_s
         self._running: tuple[Any, Connection] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1)
 
@@ -47,7 +48,7 @@ class Worker:
         self._thread.shutdown()
 
     def submit(self, function: str, *args: Any) -> Future[Any]:
-        """Call ``checks.<function>(*args)``; the future raises :class:`WorkerError` where it gives no result."""
+        """Call the module's ``function(*args)``; the future raises :class:`WorkerError` where it gives no result."""
         return self._thread.submit(self._call, function, args)
 
     def _call(self, function: str, args: tuple[Any, ...]) -> Any:
@@ -69,7 +70,7 @@ class Worker:
 
     def _start(self) -> tuple[Any, Connection]:
         ours, theirs = _SPAWN.Pipe()
-        process = _SPAWN.Process(target=_serve, args=(theirs, self._on_gpu, self._log))
+        process = _SPAWN.Process(target=_serve, args=(theirs, self._start_module, self._log))
         process.start()
         theirs.close()
         return process, ours
@@ -80,6 +81,7 @@ class Worker:
             process, _ = self._running
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+            process.kill()  # where it has not got as far as having a group
             process.join()
             self._running = None
 
@@ -97,30 +99,36 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {next((line for line in lines if line and not line.endswith(':')), 'no message')}"
 
 
-def _serve(connection: Connection, on_gpu: bool, log: Path) -> None:
+def _serve(connection: Connection, start: Callable[[], Any], log: Path) -> None:
     """Answer calls until the other side is gone."""
     os.setsid()
     with log.open("ab") as sink:
         for descriptor in (1, 2):
             os.dup2(sink.fileno(), descriptor)
-    checks: ModuleType | None = None
+    module: Any = None
     while True:
         try:
             function, args = connection.recv()
         except EOFError:
             os.killpg(os.getpid(), signal.SIGKILL)
         try:
-            checks = checks or _start_checks(on_gpu)
-            answer = True, getattr(checks, function)(*args)
+            module = module or start()
+            answer = True, getattr(module, function)(*args)
         except Exception as error:
             traceback.print_exc()
             answer = False, one_line(error)
         connection.send(answer)
 
 
-def _start_checks(on_gpu: bool) -> ModuleType:
-    """Make this process a world of one rank, and only then import Megatron."""
-    # Transformer Engine multiplies float32 matrices in TF32 whatever torch's switches say; this one CUDA's libraries obey.
+def start_checks(on_gpu: bool) -> ModuleType:
+    """Make this process a world of one rank on ``cuda:0`` or the CPU, and return :mod:`megatron_exo.smoke.checks`.
+
+    Megatron must not be imported before: the platform decides what becomes of its small functions.
+
+    Raises:
+        RuntimeError: a GPU is wanted and there is none.
+    """
+    # Transformer Engine asks for TF32 in float32 products whatever torch's switches say; cuBLAS puts this first.
     os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
     if not on_gpu:
         os.environ["MEGATRON_EXO_DEVICE"] = "cpu"
@@ -131,7 +139,7 @@ def _start_checks(on_gpu: bool) -> ModuleType:
 
     if on_gpu:
         if not platform.is_gpu():
-            raise RuntimeError("torch sees no CUDA device")
+            raise RuntimeError("torch sees no CUDA device, or MEGATRON_EXO_DEVICE=cpu keeps it from being used")
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
         torch.cuda.set_device(0)
     platform.activate()

@@ -27,7 +27,10 @@ CASES: dict[str, tuple[ExoConfig, PlainSizes]] = {name: (variant.exo, MHA) for n
     "gqa h-exoformer": (VARIANTS["h-exoformer"].exo, GQA),
     "gqa gated-qk-bias": (VARIANTS["gated-qk-bias"].exo, GQA),
     "qk norm, vg pathways": (_FULL.replace(pathways="kg", anchor_norm="k", post_norm="g"), MHA),
-    "ungated h2, q and v": (ExoConfig(anchor="h2", pathways="qv", anchor_norm="v", granularity="headwise", mixing="dynamic"), GQA),
+    "ungated h2, q and v": (
+        ExoConfig(anchor="h2", pathways="qv", anchor_norm="v", granularity="headwise", mixing="dynamic"),
+        GQA,
+    ),
     "internal, g alone": (ExoConfig(gate="elementwise", anchor="internal", pathways="g", granularity="scalar"), MHA),
     "scalar embedding residual": (ExoConfig(control="embedding-residual", granularity="scalar"), MHA),
     "dropped terms": (_FULL.replace(drop_anchor="qg", drop_current="v"), MHA),
@@ -45,10 +48,18 @@ LAYOUTS = [
     Layout(dp=2, pp=2, distributed_optimizer=True, overlap=True),
     Layout(transformer={"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}),
     Layout(pp=2, transformer={"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}),
-    Layout(tp=2, sp=True, transformer={"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}),
+    Layout(
+        tp=2, sp=True, transformer={"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
+    ),
 ]
 QUICK_LAYOUTS = [LAYOUTS[0], LAYOUTS[7]]
-QUICK_CASES = ["e-exoformer", "dynamic-e-exoformer-h1", "s-nuresformer", "gated-embedding-residual", "gqa dynamic-e-exoformer"]
+QUICK_CASES = [
+    "e-exoformer",
+    "dynamic-e-exoformer-h1",
+    "s-nuresformer",
+    "gated-embedding-residual",
+    "gqa dynamic-e-exoformer",
+]
 # Adam divides by the root of the second moment: where a gradient is rounding noise, so is the sign of the step. An
 # epsilon far above that noise keeps the comparison about the gradients.
 ADAM = {"optimizer": "adam", "lr": 1e-2, "adam_eps": 1e-3}
@@ -82,7 +93,11 @@ def _plain(name: str) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
     model = PlainExoFormer(exo, sizes)
     model.load_state_dict(random_state(exo, sizes, seed=7))
     optimizer = torch.optim.AdamW(
-        [p for p in model.parameters() if p.requires_grad], lr=ADAM["lr"], betas=(0.9, 0.95), eps=ADAM["adam_eps"], weight_decay=0.0
+        [p for p in model.parameters() if p.requires_grad],
+        lr=ADAM["lr"],
+        betas=(0.9, 0.95),
+        eps=ADAM["adam_eps"],
+        weight_decay=0.0,
     )
     tokens, labels = _batch()
     for step in range(STEPS):

@@ -52,7 +52,12 @@ def _forward_and_gradients(layout: Layout) -> dict[str, tuple[Tensor | None, dic
     return results
 
 
-@pytest.fixture(scope="module", params=[pytest.param(layout, id=str(layout), marks=[] if layout in QUICK else pytest.mark.slow) for layout in LAYOUTS])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(layout, id=str(layout), marks=[] if layout in QUICK else pytest.mark.slow) for layout in LAYOUTS
+    ],
+)
 def computed(request: pytest.FixtureRequest) -> tuple[Layout, list[dict[str, Any]]]:
     layout = request.param
     return layout, run_on_ranks(layout.world_size, _forward_and_gradients, layout)
@@ -92,7 +97,14 @@ def test_every_gradient_norm_is_the_authors(computed: tuple[Layout, list], name:
 def _train(layout: Layout, key: str) -> list[float]:
     source = checkpoint_of_training(key)
     trainer = Trainer(
-        source.exo, plain_sizes(source.sizes), layout, source.state, optimizer="adam", lr=3e-3, clip_grad=1.0, adam_eps=1e-8
+        source.exo,
+        plain_sizes(source.sizes),
+        layout,
+        source.state,
+        optimizer="adam",
+        lr=3e-3,
+        clip_grad=1.0,
+        adam_eps=1e-8,
     )
     curve = []
     for step, batch in enumerate(training_batches()):

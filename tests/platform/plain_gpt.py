@@ -5,6 +5,8 @@ What trains here shows the platform at work: the local backend's norm and attent
 
 from __future__ import annotations
 
+import multiprocessing
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -35,7 +37,7 @@ from megatron_exo.data.provider import train_valid_test_datasets_provider
 from megatron_exo.forward_step import get_batch
 from megatron_exo.model.backend import get_backend
 
-ARGUMENTS = """
+ARGUMENTS = shlex.split("""
     --num-layers 2 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 64 --seq-length 32
     --max-position-embeddings 32 --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
     --group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights
@@ -45,7 +47,7 @@ ARGUMENTS = """
     --mock-data --tokenizer-type NullTokenizer --vocab-size 127 --split 90,5,5 --num-workers 0
     --micro-batch-size 2 --global-batch-size 8 --lr 1e-2 --lr-decay-style linear --clip-grad 1.0
     --log-interval 1 --eval-iters 1 --dist-ckpt-optim-fully-reshardable
-""".split()
+""")
 
 
 def block_spec(config: GPTModelConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
@@ -83,6 +85,8 @@ def train(arguments: Sequence[str]) -> list[tuple[float, int]] | None:
         Loss sum and token count of every micro-batch trained on, in order, on the first tensor-parallel rank of the
         last pipeline stage; ``None`` elsewhere.
     """
+    # Megatron's checkpoint writer starts processes of its own, which a daemon must not.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     sys.argv = ["plain_gpt", *ARGUMENTS, *arguments]
     args = parse_and_validate_args()
     model_config = gpt_config_from_args(args, config=core_transformer_config_from_args(args))

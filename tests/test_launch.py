@@ -1,0 +1,91 @@
+"""The user's command works both ways: ``torchrun examples/pretrain_exoformer.sh`` and ``bash examples/…``."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_exo import launch
+
+ROOT = Path(__file__).parent.parent
+TORCHRUN = str(Path(sys.executable).parent / "torchrun")
+SCRIPT = "examples/pretrain_exoformer.sh"
+SMALL = (
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 64 --num-layers 2 --hidden-size 32 "
+    "--num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 4 "
+    "--train-iters 3 --lr 1e-3 --eval-iters 1 --eval-interval 3 --log-interval 1 --num-workers 0 "
+    "--tensor-model-parallel-size 2"
+).split()
+
+
+def _run(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(
+            [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc-per-node", "2", SCRIPT],
+            id="torchrun",
+        ),
+        pytest.param(["bash", SCRIPT, "--nproc-per-node", "2"], id="bash", marks=pytest.mark.slow),
+    ],
+)
+def test_the_users_command_trains_with_its_arguments_passed_through(command: list[str], tmp_path: Path) -> None:
+    done = _run([*command, *SMALL, "--exo-variant", "h-nuresformer", "--save", str(tmp_path), "--save-interval", "3"])
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "h-nuresformer" in done.stdout
+    assert "tp 2" in done.stdout
+    assert len(done.stdout.splitlines()) < 30, "a person's screen is flooded"
+    records = [json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()]
+    assert [r["iteration"] for r in records if r["kind"] == "train"] == [1, 2, 3]
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "3"
+
+
+def test_the_script_without_data_and_without_a_prepared_demo_says_how_to_get_data(tmp_path: Path) -> None:
+    done = _run(["bash", SCRIPT, "--preset", "demo"], MEGATRON_EXO_DEMO=str(tmp_path))
+    assert done.returncode != 0
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1
+    assert "quickstart" in errors[0]
+
+
+@pytest.fixture
+def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.idx").touch()
+    monkeypatch.setattr(launch, "DEMO", tmp_path)
+    return tmp_path / "data"
+
+
+def test_without_data_arguments_the_demo_preset_and_its_data_are_used(prepared: Path) -> None:
+    arguments = launch.with_demo(["--exo-variant", "base"])
+    assert arguments[arguments.index("--train-data-path") + 1] == str(prepared / "train")
+    assert arguments[arguments.index("--tokenizer-model") + 1] == str(prepared / "tokenizer.model")
+    assert arguments[arguments.index("--preset") + 1] == "demo"
+    assert arguments[-2:] == ["--exo-variant", "base"]
+
+
+@pytest.mark.parametrize("given", [["--mock-data"], ["--data-path", "x"], ["--data-path=x"], ["--help"]])
+def test_arguments_that_name_data_are_left_alone(prepared: Path, given: list[str]) -> None:
+    assert launch.with_demo(given) == given
+
+
+def test_a_given_preset_is_kept_for_the_demo_data(prepared: Path) -> None:
+    assert launch.with_demo(["--preset", "450M"]).count("--preset") == 1
+
+
+def test_torchruns_options_are_told_from_trainings() -> None:
+    launcher, training = launch.split_arguments(
+        ["--nproc-per-node", "2", "--bf16", "--nnodes=2", "--lr", "1e-3", "--master_port", "1"]
+    )
+    assert launcher == ["--nproc-per-node", "2", "--nnodes=2", "--master_port", "1"]
+    assert training == ["--bf16", "--lr", "1e-3"]
