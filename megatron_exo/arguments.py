@@ -9,10 +9,8 @@ from __future__ import annotations
 import difflib
 import sys
 from argparse import SUPPRESS, ArgumentParser, Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
-from itertools import chain
-from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_exo import platform, presets
@@ -27,6 +25,7 @@ from megatron_exo.config import (
     ExoConfigError,
 )
 from megatron_exo.errors import leave
+from megatron_exo.model.initialization import RECIPES
 from megatron_exo.variants import VARIANTS, get_variant
 
 _AXES: dict[str, tuple[Sequence[str] | type, str]] = {
@@ -46,6 +45,11 @@ _AXES: dict[str, tuple[Sequence[str] | type, str]] = {
 """Axis of ExoConfig → (choices or type, help)."""
 
 
+def option(name: str) -> str:
+    """How the command line spells an argument."""
+    return "--" + name.replace("_", "-")
+
+
 def add_exo_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Add ``--exo-*`` and ``--preset``, and set Megatron's defaults to what this model and machine need.
 
@@ -61,7 +65,14 @@ def add_exo_arguments(parser: ArgumentParser) -> ArgumentParser:
     )
     for axis, (kind, text) in _AXES.items():
         values: dict[str, Any] = {"type": kind} if isinstance(kind, type) else {"choices": kind}
-        group.add_argument(_option(f"exo_{axis}"), default=None, help=f"{text}; overrides the variant", **values)
+        group.add_argument(option(f"exo_{axis}"), default=None, help=f"{text}; overrides the variant", **values)
+    group.add_argument(
+        "--exo-init",
+        choices=RECIPES,
+        default="paper",
+        help="initial weights, the same for every layout of ranks: the paper's (residual projections, head and the last "
+        "matrix of dynamic mixing at zero), the author's code's (that matrix drawn), or Megatron's (default: %(default)s)",
+    )
     group.add_argument(
         "--exo-z-loss-weight",
         type=float,
@@ -85,6 +96,8 @@ def add_exo_arguments(parser: ArgumentParser) -> ArgumentParser:
     parser.error = partial(_one_line_error, parser)  # type: ignore[method-assign]
     parser.set_defaults(**megatron_defaults())
     chosen, sizes = _early_arguments(parser, group)
+    if "yaml_cfg" in sizes:
+        raise ExoConfigError("--yaml-cfg replaces the command line and with it ExoFormer's arguments; pass arguments")
     if chosen.preset is not None:
         parser.set_defaults(**presets.resolve(chosen.preset, exo_config_from_args(chosen), sizes))
     return parser
@@ -105,13 +118,13 @@ def _early_arguments(parser: ArgumentParser, group: Any) -> tuple[Namespace, dic
     """Parse what defaults depend on alone, before Megatron's parser sees the command line.
 
     Returns:
-        The arguments of ``group``, and those of :data:`presets.ADJUSTABLE` that are given.
+        The arguments of ``group``, and those of :data:`presets.ADJUSTABLE` (and ``--yaml-cfg``) that are given.
     """
     early = ArgumentParser(add_help=False, allow_abbrev=False)
     early.error = parser.error  # type: ignore[method-assign]
     ours = {action.dest for action in group._group_actions}
     for action in parser._actions:
-        if action.dest in ours or action.dest in presets.ADJUSTABLE:
+        if action.dest in {*ours, *presets.ADJUSTABLE, "yaml_cfg"}:
             kept: dict[str, Any] = {"dest": action.dest, "type": action.type, "choices": action.choices}
             default = action.default if action.dest in ours else SUPPRESS
             early.add_argument(*action.option_strings, **kept, default=default)
@@ -167,104 +180,3 @@ def default_transformer_impl() -> str:
     from megatron.core.extensions.transformer_engine import HAVE_TE
 
     return "transformer_engine" if HAVE_TE and platform.is_gpu() else "local"
-
-
-def check_arguments(args: Namespace) -> None:
-    """Refuse what can be seen before anything is built.
-
-    Raises:
-        ExoConfigError: one line that says what, why, and what instead.
-    """
-    if args.yaml_cfg is not None:
-        raise ExoConfigError("--yaml-cfg replaces the command line, with ExoFormer's arguments; pass arguments instead")
-    exo = exo_config_from_args(args)
-    for problem in chain(_missing(args), _misfits(args, exo), _schedule_problems(args), _layout_problems(args)):
-        raise ExoConfigError(problem)
-
-
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def _missing(args: Namespace) -> Iterator[str]:
-    """What Megatron has no default for, and partly asks for only after the model is built."""
-    needed = ["num_layers", "hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings"]
-    needed += ["micro_batch_size"] if args.skip_train else ["micro_batch_size", "lr", "eval_interval"]
-    if missing := [_option(name) for name in needed if getattr(args, name) is None]:
-        yield (
-            f"the size of the model or of the run is not given: {', '.join(missing)}; pass these, "
-            f"or --preset with one of {', '.join(presets.PRESETS)}"
-        )
-    if not (args.train_iters or args.train_samples or args.skip_train):
-        yield "the length of the run is not given; pass --train-iters, --train-samples or --preset"
-    if args.tokenizer_type is None:
-        yield (
-            "no tokenizer; pass --tokenizer-type and --tokenizer-model as the data was made with "
-            "(--tokenizer-type NullTokenizer --vocab-size N for --mock-data)"
-        )
-    elif args.tokenizer_type == "SentencePieceTokenizer" and not Path(args.tokenizer_model or "").is_file():
-        yield f"--tokenizer-model {args.tokenizer_model} is no file; pass the SentencePiece .model that made the data"
-    if args.save is not None and not args.save_interval:
-        yield "--save without --save-interval; pass the number of iterations between checkpoints"
-
-
-def _misfits(args: Namespace, exo: ExoConfig) -> Iterator[str]:
-    """What goes neither with ExoFormer nor with this machine."""
-    from megatron.core.extensions.transformer_engine import HAVE_TE
-
-    if args.transformer_impl == "transformer_engine" and not (HAVE_TE and platform.is_gpu()):
-        why = "it is not installed" if not HAVE_TE else "it needs a CUDA device"
-        yield (
-            f"--transformer-impl transformer_engine cannot be used here: {why}; use --transformer-impl local "
-            "(python -m megatron_exo.doctor says what is missing)"
-        )
-    if (exo.drop_anchor or exo.drop_current) and not args.skip_train:
-        yield (
-            "--exo-drop-anchor and --exo-drop-current are interventions at inference; "
-            "leave them out, or evaluate with --skip-train"
-        )
-    if args.exo_z_loss_weight < 0:
-        yield f"--exo-z-loss-weight must not be negative, got {args.exo_z_loss_weight}; pass 0 for none"
-    for name in ("use_megatron_fsdp", "use_torch_fsdp2", "hybrid_layer_pattern", "sft", "perform_rl_step"):
-        if getattr(args, name):
-            yield f"{_option(name)} is not supported with ExoFormer; leave it out"
-
-
-def _schedule_problems(args: Namespace) -> Iterator[str]:
-    """What Megatron's scheduler would assert after the model is built."""
-    if args.skip_train or not (args.train_iters or args.train_samples):
-        return
-    unit = "iters" if args.train_iters else "samples"
-    length = getattr(args, f"lr_decay_{unit}") or getattr(args, f"train_{unit}")
-    warmup = getattr(args, f"lr_warmup_{unit}")
-    if warmup >= length:
-        yield (
-            f"--lr-warmup-{unit} {warmup} is not shorter than the schedule of {length} {unit}; "
-            "pass a shorter warm-up or a longer run"
-        )
-    if args.lr < args.min_lr:
-        yield f"--lr {args.lr:g} is below --min-lr {args.min_lr:g}, which the schedule ends at; pass a smaller --min-lr"
-    if args.lr_decay_style == "WSD" and getattr(args, f"lr_wsd_decay_{unit}") is None:
-        yield f"--lr-decay-style WSD without --lr-wsd-decay-{unit}; pass the length of its last part"
-
-
-def _layout_problems(args: Namespace) -> Iterator[str]:
-    """How the model cannot be spread over the processes."""
-    tp, pp, cp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
-    if args.world_size % (tp * pp * cp):
-        yield (
-            f"{args.world_size} processes cannot be divided into groups of "
-            f"tp {tp} x pp {pp} x cp {cp} = {tp * pp * cp}; "
-            "start torchrun with --nproc-per-node (times --nnodes) a multiple of that"
-        )
-    if args.num_attention_heads % tp:
-        yield (
-            f"--num-attention-heads {args.num_attention_heads} is not divisible by --tensor-model-parallel-size {tp}: "
-            "each rank holds whole heads; use a tensor-parallel size that divides the heads"
-        )
-    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
-    if args.num_layers % pp and not (args.pipeline_model_parallel_layout or first or last):
-        yield (
-            f"--num-layers {args.num_layers} is not divisible by --pipeline-model-parallel-size {pp}; use a size that "
-            "divides the layers, or --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers"
-        )

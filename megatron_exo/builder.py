@@ -21,6 +21,7 @@ from megatron.training.vocab_utils import calculate_padded_vocab_size
 from megatron_exo.config import ExoConfig, ExoConfigError
 from megatron_exo.model.config import ExoTransformerConfig
 from megatron_exo.model.gpt import ExoGPTModel
+from megatron_exo.model.initialization import initialize_weights
 from megatron_exo.model.specs import exo_block_spec
 
 # Megatron points to HybridModel at every construction of a GPTModel; our layers are ready for it, its block is not.
@@ -34,6 +35,9 @@ class ExoModelConfig(GPTModelConfig):
     builder: ClassVar[str] = "megatron_exo.builder.ExoModelBuilder"
     true_vocab_size: int | None = None
     """The tokenizer's vocabulary; embedding and head rows beyond it are padding."""
+    init_recipe: str = "paper"
+    """How matrices start: one of :data:`megatron_exo.model.initialization.RECIPES`."""
+    init_seed: int = 1234
 
 
 class ExoModelBuilder(GPTModelBuilder):
@@ -61,7 +65,7 @@ class ExoModelBuilder(GPTModelBuilder):
             vocab_size = calculate_padded_vocab_size(
                 vocab_size, config.make_vocab_size_divisible_by, transformer.tensor_model_parallel_size
             )
-        return ExoGPTModel(
+        model = ExoGPTModel(
             config=transformer,
             transformer_layer_spec=exo_block_spec(transformer, vp_stage, pg_collection.pp.rank()),
             vocab_size=vocab_size,
@@ -82,6 +86,9 @@ class ExoModelBuilder(GPTModelBuilder):
             pg_collection=pg_collection,
             vp_stage=vp_stage,
         )
+        if transformer.perform_initialization:
+            initialize_weights(model, config.init_recipe, config.init_seed, config.true_vocab_size)
+        return model
 
 
 def model_config_from_args(args: Namespace, exo: ExoConfig, vocab_size: int) -> ExoModelConfig:
@@ -110,4 +117,5 @@ def model_config_from_args(args: Namespace, exo: ExoConfig, vocab_size: int) -> 
         del args.exo
     config: ExoModelConfig = gpt_config_from_args(args, config=transformer, model_config_cls=ExoModelConfig)
     config.true_vocab_size = vocab_size
+    config.init_recipe, config.init_seed = args.exo_init, args.seed
     return config

@@ -171,7 +171,8 @@ def read_saved_arguments(folder: Path, index: Metadata) -> Namespace:
 
 def _differences(saved: Namespace, args: Namespace, exo: ExoConfig) -> Iterator[str]:
     """What the checkpoint's model is, and what the run's is, where that differs."""
-    axes = {axis.name: getattr(saved, f"exo_{axis.name}", axis.default) for axis in dataclasses.fields(ExoConfig)}
+    fields = dataclasses.fields(ExoConfig)
+    axes: dict[str, Any] = {axis.name: getattr(saved, f"exo_{axis.name}", axis.default) for axis in fields}
     # Interventions remove terms of a trained model, they make no other one.
     theirs, ours = (each.replace(drop_anchor="", drop_current="") for each in (ExoConfig(**axes), exo))
     if theirs != ours:

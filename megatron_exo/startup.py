@@ -23,7 +23,8 @@ from megatron.training.initialize import _initialize_distributed
 from megatron.training.vocab_utils import calculate_padded_vocab_size
 
 from megatron_exo import accounting, platform
-from megatron_exo.arguments import add_exo_arguments, check_arguments, exo_config_from_args
+from megatron_exo.argument_checks import check_arguments
+from megatron_exo.arguments import add_exo_arguments, exo_config_from_args
 from megatron_exo.builder import ExoModelConfig, model_config_from_args
 from megatron_exo.config import ExoConfig
 from megatron_exo.errors import UserError
@@ -180,4 +181,5 @@ def _check_writable(folder: Path) -> None:
         with tempfile.TemporaryFile(dir=folder):  # of another name on every rank
             pass
     except OSError as error:
-        raise UserError(f"--save {folder} cannot be written: {error.strerror}; choose another folder") from error
+        why = "it is a file" if folder.is_file() else error.strerror
+        raise UserError(f"--save {folder} cannot be written: {why}; choose another folder") from error

@@ -48,14 +48,14 @@ class Layout:
 
 
 class Trainer(StandaloneModel):
-    """One model on the ranks of ``layout``, filled with ``state``; make it inside ``run_on_ranks``.
+    """One model on the ranks of ``layout``, filled with ``state`` or left as initialised; make it inside ``run_on_ranks``.
 
     Args:
         optimizer: ``OptimizerConfig`` fields; without any there is no optimizer.
     """
 
     def __init__(
-        self, exo: ExoConfig, sizes: PlainSizes, layout: Layout, state: Mapping[str, Tensor], **optimizer: Any
+        self, exo: ExoConfig, sizes: PlainSizes, layout: Layout, state: Mapping[str, Tensor] | None = None, **optimizer: Any
     ) -> None:
         start_parallel_state(layout)
         self.layout = layout
@@ -74,7 +74,8 @@ class Trainer(StandaloneModel):
                 bucket_size=20000 if layout.overlap else None,
             ),
         )
-        load_whole_state(self.chunks, state, pipeline_size=layout.pp)
+        if state is not None:
+            load_whole_state(self.chunks, state, pipeline_size=layout.pp)
         if optimizer:
             self.add_optimizer(**optimizer)
 

@@ -61,7 +61,7 @@ def activate() -> None:
 
 
 def _needed_patches() -> Iterator[Patch]:
-    """The patches for this machine; a generator, for a failing import of Megatron to be undone as a failing patch is."""
+    """The patches for this machine; a generator, so that a failing import of Megatron is undone like a failing patch."""
     from megatron_exo.platform.patches import PATCHES
 
     needed = {"always"}

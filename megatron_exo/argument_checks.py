@@ -1,0 +1,123 @@
+"""What a command line cannot mean, seen before anything is built, read or connected."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator
+from importlib.util import find_spec
+from itertools import chain
+from pathlib import Path
+
+from megatron_exo import platform, presets
+from megatron_exo.arguments import exo_config_from_args, option
+from megatron_exo.config import ExoConfig, ExoConfigError
+
+
+def check_arguments(args: Namespace) -> None:
+    """Refuse what can be seen before anything is built.
+
+    Raises:
+        ExoConfigError: one line that says what, why, and what instead.
+    """
+    exo = exo_config_from_args(args)
+    problems = (_missing(args), _tokenizer_problems(args), _misfits(args, exo), _schedule_problems(args))
+    for problem in chain(*problems, _layout_problems(args)):
+        raise ExoConfigError(problem)
+
+
+def _missing(args: Namespace) -> Iterator[str]:
+    """What Megatron has no default for, and partly asks for only after the model is built."""
+    needed = ["num_layers", "hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings"]
+    needed += ["micro_batch_size"] if args.skip_train else ["micro_batch_size", "lr", "eval_interval"]
+    if missing := [option(name) for name in needed if getattr(args, name) is None]:
+        yield (
+            f"the size of the model or of the run is not given: {', '.join(missing)}; pass these, "
+            f"or --preset with one of {', '.join(presets.PRESETS)}"
+        )
+    if not (args.train_iters or args.train_samples or args.skip_train):
+        yield "the length of the run is not given; pass --train-iters, --train-samples or --preset"
+    if args.save is not None and not args.save_interval:
+        yield "--save without --save-interval; pass the number of iterations between checkpoints"
+
+
+def _tokenizer_problems(args: Namespace) -> Iterator[str]:
+    if args.tokenizer_type is None:
+        yield (
+            "no tokenizer; pass --tokenizer-type and --tokenizer-model as the data was made with "
+            "(--tokenizer-type NullTokenizer --vocab-size N for --mock-data)"
+        )
+    elif args.tokenizer_type == "SentencePieceTokenizer" and not Path(args.tokenizer_model or "").is_file():
+        yield f"--tokenizer-model {args.tokenizer_model} is no file; pass the SentencePiece .model that made the data"
+    elif args.tokenizer_type == "NullTokenizer" and args.vocab_size is None:
+        yield "--tokenizer-type NullTokenizer has no vocabulary of its own; pass --vocab-size"
+    elif args.tokenizer_type == "HuggingFaceTokenizer" and find_spec("transformers") is None:
+        yield "--tokenizer-type HuggingFaceTokenizer needs the package transformers; pip install 'megatron-exo[hf]'"
+
+
+def _misfits(args: Namespace, exo: ExoConfig) -> Iterator[str]:
+    """What goes neither with ExoFormer nor with this machine."""
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+
+    if args.transformer_impl == "transformer_engine" and not (HAVE_TE and platform.is_gpu()):
+        why = "it is not installed" if not HAVE_TE else "it needs a CUDA device"
+        yield (
+            f"--transformer-impl transformer_engine cannot be used here: {why}; use --transformer-impl local "
+            "(python -m megatron_exo.doctor says what is missing)"
+        )
+    if (exo.drop_anchor or exo.drop_current) and not args.skip_train:
+        yield (
+            "--exo-drop-anchor and --exo-drop-current are interventions at inference; "
+            "leave them out, or evaluate with --skip-train"
+        )
+    if args.exo_z_loss_weight < 0:
+        yield f"--exo-z-loss-weight must not be negative, got {args.exo_z_loss_weight}; pass 0 for none"
+    for name in ("use_megatron_fsdp", "use_torch_fsdp2", "hybrid_layer_pattern", "sft", "perform_rl_step"):
+        if getattr(args, name):
+            yield f"{option(name)} is not supported with ExoFormer; leave it out"
+
+
+def _schedule_problems(args: Namespace) -> Iterator[str]:
+    """What Megatron's scheduler would assert after the model is built."""
+    if args.skip_train or not (args.train_iters or args.train_samples):
+        return
+    unit = "iters" if args.train_iters else "samples"
+    length = getattr(args, f"lr_decay_{unit}") or getattr(args, f"train_{unit}")
+    warmup = getattr(args, f"lr_warmup_{unit}")
+    if warmup >= length:
+        yield (
+            f"--lr-warmup-{unit} {warmup} is not shorter than the schedule of {length} {unit}; "
+            "pass a shorter warm-up or a longer run"
+        )
+    if args.lr < args.min_lr:
+        yield f"--lr {args.lr:g} is below --min-lr {args.min_lr:g}, which the schedule ends at; pass a smaller --min-lr"
+    if args.lr_decay_style == "WSD" and getattr(args, f"lr_wsd_decay_{unit}") is None:
+        yield f"--lr-decay-style WSD without --lr-wsd-decay-{unit}; pass the length of its last part"
+
+
+def _layout_problems(args: Namespace) -> Iterator[str]:
+    """How the model cannot be spread over the processes."""
+    tp, pp, cp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
+    if args.world_size % (tp * pp * cp):
+        yield (
+            f"{args.world_size} processes cannot be divided into groups of "
+            f"tp {tp} x pp {pp} x cp {cp} = {tp * pp * cp}; "
+            "start torchrun with --nproc-per-node (times --nnodes) a multiple of that"
+        )
+    if args.num_attention_heads % tp:
+        yield (
+            f"--num-attention-heads {args.num_attention_heads} is not divisible by --tensor-model-parallel-size {tp}: "
+            "each rank holds whole heads; use a tensor-parallel size that divides the heads"
+        )
+    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
+    if args.num_layers % pp and not (args.pipeline_model_parallel_layout or first or last):
+        yield (
+            f"--num-layers {args.num_layers} is not divisible by --pipeline-model-parallel-size {pp}; use a size that "
+            "divides the layers, or --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers"
+        )
+    samples = args.micro_batch_size * (args.world_size // (tp * pp * cp))
+    varies = args.step_batch_size_schedule or args.decrease_batch_size_if_needed
+    if args.global_batch_size is not None and args.global_batch_size % samples and not varies:
+        yield (
+            f"--global-batch-size {args.global_batch_size} is not divisible by --micro-batch-size "
+            f"{args.micro_batch_size} x {samples // args.micro_batch_size} data-parallel processes; change one of them"
+        )
