@@ -28,8 +28,8 @@ def one_line_errors(storage_hint: str = "") -> Iterator[None]:
         yield
     except UserError as error:
         leave(str(error))
-    except Exception as error:
-        trouble = _storage_trouble(error, storage_hint)
+    except BaseException as error:
+        trouble = _storage_trouble(error, storage_hint) or _checkpoint_trouble(error)
         if trouble is None:
             raise
         leave(trouble, only_here=True)
@@ -59,9 +59,9 @@ def _is_connected() -> bool:
 def _storage_trouble(error: BaseException | None, hint: str) -> str | None:
     """What to say if the error, or one it came from, is about full or forbidden storage.
 
-    Megatron writes checkpoints in worker processes and passes their errors on as text.
+    Megatron passes errors of its checkpoint writers on as text.
     """
-    while error is not None:
+    while error is not None and not isinstance(error, KeyboardInterrupt | SystemExit):
         name = f" ({error.filename})" if isinstance(error, OSError) and error.filename else ""
         for number in (*_FULL, errno.EACCES):
             if getattr(error, "errno", None) == number or os.strerror(number) in str(error):
@@ -71,3 +71,12 @@ def _storage_trouble(error: BaseException | None, hint: str) -> str | None:
                 return f"cannot write: {what}{'; ' if hint else ''}{hint}"
         error = error.__cause__ or error.__context__
     return None
+
+
+def _checkpoint_trouble(error: BaseException) -> str | None:
+    """What to say if the error is PyTorch's ``CheckpointException``, which tells the first rank all ranks' failures."""
+    failures = getattr(error, "failures", None)
+    if type(error).__name__ != "CheckpointException" or failures is None:
+        return None
+    reasons = [f"{type(failure).__name__} on rank {rank}: {failure}" for rank, (failure, _) in failures.items()]
+    return f"a checkpoint failed to {error.args[0]}: {'; '.join(reasons) or 'see what rank 0 says'}"

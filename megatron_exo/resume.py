@@ -62,13 +62,22 @@ def check_load(args: Namespace, exo: ExoConfig) -> None:
         return
     if any(folder.glob("mp_rank_*")):
         return  # one file a rank, which states nothing about itself
-    index = read_index(folder)
-    differences = list(_differences(read_saved_arguments(folder, index), args, exo))
-    if differences:
+    saved = read_saved_arguments(folder, read_index(folder))
+    if differences := list(_model_differences(saved, args, exo)):
         raise CheckpointError(
             f"checkpoint {folder} is of another model: {'; '.join(differences)}; "
             "pass the arguments it was trained with, or another --load"
         )
+    starts_anew = args.finetune or args.no_load_optim or args.skip_train
+    has_decided = args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler
+    if starts_anew or has_decided or (schedule := _schedule(args)) == (before := _schedule(saved)):
+        return
+    changes = [f"{name} {before[name]}, not {ours}" for name, ours in schedule.items() if before[name] != ours]
+    raise CheckpointError(
+        f"checkpoint {folder} was trained on another schedule: {'; '.join(changes)}; pass "
+        "--override-opt-param-scheduler to go on with this command line's, or --use-checkpoint-opt-param-scheduler "
+        "to keep the checkpoint's"
+    )
 
 
 def folder_to_load(args: Namespace) -> Path | None:
@@ -169,7 +178,7 @@ def read_saved_arguments(folder: Path, index: Metadata) -> Namespace:
     return args
 
 
-def _differences(saved: Namespace, args: Namespace, exo: ExoConfig) -> Iterator[str]:
+def _model_differences(saved: Namespace, args: Namespace, exo: ExoConfig) -> Iterator[str]:
     """What the checkpoint's model is, and what the run's is, where that differs."""
     fields = dataclasses.fields(ExoConfig)
     axes: dict[str, Any] = {axis.name: getattr(saved, f"exo_{axis.name}", axis.default) for axis in fields}
@@ -189,3 +198,22 @@ def _differences(saved: Namespace, args: Namespace, exo: ExoConfig) -> Iterator[
 
 def _query_groups(args: Namespace) -> int:
     return args.num_query_groups if args.group_query_attention else args.num_attention_heads
+
+
+def _schedule(args: Namespace) -> dict[str, Any]:
+    """What Megatron's scheduler compares with a checkpoint's, in its unit: samples."""
+    unit, batch = ("samples", 1) if args.train_samples else ("iters", args.global_batch_size)
+    length = getattr(args, f"train_{unit}") * batch
+    decay = (getattr(args, f"lr_decay_{unit}") or 0) * batch or length
+    warmup = getattr(args, f"lr_warmup_{unit}") * batch
+    if args.lr_warmup_fraction is not None:
+        warmup = args.lr_warmup_fraction * decay
+    return {
+        "lr": args.lr,
+        "min_lr": args.min_lr,
+        "lr_decay_style": args.lr_decay_style,
+        "warm-up samples": warmup,
+        "decay samples": decay,
+        "weight_decay": args.weight_decay,
+        "train samples": length,
+    }

@@ -72,6 +72,7 @@ def _run(
     for name in _RANK_VARIABLES:
         os.environ.pop(name, None)
     os.environ |= {"OMP_NUM_THREADS": "1"} | environment
+    multiprocessing.set_start_method("fork", force=True)  # as in an interpreter of one's own; it was inherited
     sys.argv = [main.__module__, *arguments]
     if largest_file is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))

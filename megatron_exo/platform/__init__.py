@@ -61,7 +61,7 @@ def activate() -> None:
 
 
 def _needed_patches() -> Iterator[Patch]:
-    """The patches for this machine; a generator, so that a failing import of Megatron is undone like a failing patch."""
+    """The patches for this machine; lazily, so that a failing import of Megatron is undone like a failing patch."""
     from megatron_exo.platform.patches import PATCHES
 
     needed = {"always"}

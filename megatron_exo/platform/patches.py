@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import megatron_exo.platform.cpu as cpu
+import megatron_exo.platform.storage as storage
 from megatron_exo.platform.adam import FusedAdam
 from megatron_exo.platform.registry import Patch
 
@@ -27,6 +28,12 @@ PATCHES: tuple[Patch, ...] = (
         "megatron.core.datasets.utils:compile_helpers",
         cpu.compile_helpers_if_missing,
         "the wheel ships the compiled dataset helpers but no Makefile; `make` fails and start-up exits",
+        when="always",
+    ),
+    Patch(
+        "megatron.core.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync.write_preloaded_data",
+        storage.raise_storage_errors,
+        "that a disk is full is lost on the way, and the user reads of a worker's RuntimeError",
         when="always",
     ),
     # -- torch.compile -----------------------------------------------------------------------------------------

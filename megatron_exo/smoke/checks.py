@@ -60,7 +60,8 @@ def record_reference(case: Case, path: Path) -> None:
 def run_case(case: Case, reference: Path, bounds: Bounds) -> Result:
     """Every stage of ``case`` against what :func:`record_reference` wrote; an exception ends it and is reported."""
     result = Result(case)
-    torch.cuda.reset_peak_memory_stats()
+    if platform.is_gpu():
+        torch.cuda.reset_peak_memory_stats()
     try:
         for stage, deviations in zip(STAGES, _stages(case, reference, bounds, result), strict=True):
             result.stages[stage] = deviations
@@ -182,11 +183,12 @@ def _seconds_per_step(model: StandaloneModel, case: Case) -> float:
     started = 0.0
     for step in range(_WARMUP_STEPS + _TIMED_STEPS):
         if step == _WARMUP_STEPS:
-            torch.cuda.synchronize()
             started = time.perf_counter()
         _loss(model, ids, ids)
         model.step(size.learning_rate)
-    torch.cuda.synchronize()
+    # Reading the loss and the gradient norm has waited for the device; the last update is all that may be under way.
+    if platform.is_gpu():
+        torch.cuda.synchronize()
     return (time.perf_counter() - started) / _TIMED_STEPS
 
 
