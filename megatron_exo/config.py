@@ -108,6 +108,8 @@ class ExoConfig:
         if self.anchor == "none":
             neutral = {"pathways": "", "anchor_norm": "", "post_norm": "", "mixing": "static"}
             neutral |= {"anchor_weights": "learned", "drop_anchor": "", "drop_current": ""}
+            if self.control != "embedding-residual":
+                neutral["granularity"] = "elementwise"
             for name, value in neutral.items():
                 if getattr(self, name) != value:
                     raise ExoConfigError(

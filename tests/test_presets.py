@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -85,6 +86,103 @@ def test_resolving_does_not_change_the_preset() -> None:
 def test_an_unknown_preset_is_answered_with_the_nearest_names(wrong: str, hint: str) -> None:
     with pytest.raises(ExoConfigError, match=f"unknown preset '{wrong}'.*{hint}"):
         resolve(wrong, VARIANTS["base"].exo)
+
+
+# -- what follows from an override ------------------------------------------------------------------------------
+
+
+def changed(preset: str, **overrides: object) -> dict[str, Any]:
+    """What ``resolve`` gives otherwise because of ``overrides``, the overrides themselves left out."""
+    exo = VARIANTS["base"].exo
+    plain, adjusted = resolve(preset, exo), resolve(preset, exo, overrides)
+    return {key: value for key, value in adjusted.items() if key not in overrides and value != plain.get(key)}
+
+
+def test_a_shorter_run_keeps_the_shape_of_the_schedule() -> None:
+    assert changed("450M", train_iters=1000) == {
+        "lr_warmup_iters": 26,  # the same 2.6% of the run
+        "lr_decay_iters": 1000,
+        "lr_wsd_decay_iters": 200,
+        "eval_interval": 250,
+    }
+
+
+def test_a_longer_run_keeps_the_warm_up_and_the_intervals() -> None:
+    assert changed("450M", train_iters=190_735) == {"lr_decay_iters": 190_735, "lr_wsd_decay_iters": 38_147}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("train_iters", [1, 2, 3, 7, 40])
+def test_a_run_of_any_length_has_a_schedule_that_fits_in_it(preset: str, train_iters: int) -> None:
+    arguments = resolve(preset, VARIANTS["base"].exo, {"train_iters": train_iters})
+    assert arguments["lr_warmup_iters"] < arguments["lr_decay_iters"] == train_iters
+    assert 1 <= arguments["lr_wsd_decay_iters"] <= train_iters
+    for interval in ("eval_interval", "save_interval", "log_interval"):
+        assert 1 <= arguments[interval] <= train_iters
+
+
+def test_a_length_in_samples_makes_the_schedule_one_in_samples() -> None:
+    batch = 128
+    assert changed("450M", train_samples=1000 * batch) == {
+        "train_iters": None,
+        "lr_decay_iters": None,
+        "lr_wsd_decay_iters": None,
+        "lr_warmup_iters": 0,
+        "lr_decay_samples": 1000 * batch,
+        "lr_wsd_decay_samples": 200 * batch,
+        "lr_warmup_samples": 26 * batch,
+        "eval_interval": 250,
+    }
+    assert changed("450M", train_samples=1000 * 64, global_batch_size=64)["lr_warmup_samples"] == 26 * 64
+
+
+def test_another_rate_still_ends_at_its_tenth() -> None:
+    assert changed("450M", lr=1e-3) == {"min_lr": pytest.approx(1e-4)}
+
+
+def test_a_warm_up_given_as_a_fraction_replaces_the_one_in_iterations() -> None:
+    assert changed("450M", lr_warmup_fraction=0.01) == {"lr_warmup_iters": 0}
+
+
+def test_another_width_keeps_the_proportions_of_heads_and_ffn() -> None:
+    assert changed("demo", hidden_size=256) == {"kv_channels": 64, "ffn_hidden_size": 512}
+    assert changed("demo", hidden_size=256, num_attention_heads=8) == {"ffn_hidden_size": 512}
+    assert changed("demo", num_attention_heads=8) == {"kv_channels": 16}
+
+
+def test_what_is_given_does_not_follow() -> None:
+    assert changed("demo", hidden_size=256, kv_channels=48, ffn_hidden_size=700) == {}
+    assert changed("demo", hidden_size=250, kv_channels=48) == {"ffn_hidden_size": 500}
+
+
+def test_a_width_that_does_not_divide_into_heads_is_refused() -> None:
+    with pytest.raises(ExoConfigError, match="hidden size 250 cannot be divided into 4 heads; give another"):
+        changed("demo", hidden_size=250)
+
+
+def test_a_longer_context_brings_its_positions() -> None:
+    assert changed("demo", seq_length=512) == {"max_position_embeddings": 512}
+
+
+def test_depths_are_matched_at_the_widths_of_the_run() -> None:
+    """A gated model of another width or with fewer query groups has no more parameters than the ungated one."""
+    gated = VARIANTS["e-exoformer"].exo
+    for overrides in ({"hidden_size": 512}, {"num_query_groups": 4}, {"ffn_hidden_size": 4096}):
+        arguments = resolve("450M", gated, overrides)
+        sizes = {"vocab_size": GPT2_VOCAB_SIZE, "num_query_groups": overrides.get("num_query_groups", 16)}
+        sizes |= {
+            key: arguments[key] for key in ("hidden_size", "num_attention_heads", "kv_channels", "ffn_hidden_size")
+        }
+        reference = ModelSizes(num_layers=32, seq_length=2048, **sizes)
+        budget = sum(parameters(VARIANTS["base"].exo, reference).values()) * 1.001
+        ours, deeper = (
+            sum(parameters(gated, dataclasses.replace(reference, num_layers=arguments["num_layers"] + extra)).values())
+            for extra in (0, 1)
+        )
+        assert ours <= budget < deeper
+
+
+# -- held against Megatron --------------------------------------------------------------------------------------
 
 
 def parse_and_schedule(presets: dict[str, dict[str, Any]]) -> dict[str, tuple[dict[str, Any], list[float]]]:

@@ -5,10 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from megatron_exo.model.loss import vocab_parallel_cross_entropy
+
+_STATE_OF_NORMS = "layernorm._extra_state"
+"""Transformer Engine's norms announce a low-precision state that is always empty; other backends' norms have none."""
 
 
 class ExoGPTModel(GPTModel):
@@ -21,6 +25,12 @@ class ExoGPTModel(GPTModel):
     def __init__(self, *args: Any, true_vocab_size: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.true_vocab_size = true_vocab_size
+        self.register_load_state_dict_post_hook(_do_not_miss_state_of_norms)
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> ShardedStateDict:
+        """Without the empty states of norms, so that every backend loads every other's checkpoints."""
+        state = super().sharded_state_dict(*args, **kwargs)
+        return {name: part for name, part in state.items() if not name.endswith(_STATE_OF_NORMS)}
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """Per-token losses.
@@ -36,3 +46,7 @@ class ExoGPTModel(GPTModel):
             logits, labels.transpose(0, 1).contiguous(), self.true_vocab_size, self.pg_collection.tp
         )
         return torch.stack([loss, log_partition.square()], dim=-1).transpose(0, 1).contiguous()
+
+
+def _do_not_miss_state_of_norms(module: torch.nn.Module, incompatible: Any) -> None:
+    incompatible.missing_keys[:] = [name for name in incompatible.missing_keys if not name.endswith(_STATE_OF_NORMS)]

@@ -17,8 +17,8 @@ from megatron_exo.model.config import ExoTransformerConfig
 from megatron_exo.model.layer import ExoTransformerLayer
 
 _CHECKPOINT_KEYS = {
-    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
 }
 """Separate norms are saved under the names that fused norm-and-linear modules give theirs, so that checkpoints of
 every backend and variant have the same keys."""

@@ -16,7 +16,7 @@ def refuse_conflicting_packages(on_gpu: bool) -> None:
     """Check, without an import, the packages that megatron-core picks up by itself.
 
     Raises:
-        UserError: one of them runs on CUDA alone and models live on CPUs, or is installed in part.
+        UserError: one of them runs on CUDA alone and models live on the CPU, or is installed in part.
     """
     if _is_installed("transformer_engine") and not _is_installed("transformer_engine_torch"):
         raise UserError(f"Transformer Engine is installed in part, which breaks the import of megatron-core; {_REMEDY}")
@@ -24,8 +24,8 @@ def refuse_conflicting_packages(on_gpu: bool) -> None:
         # A module that is there and cannot be found on disk is a stand-in: it has no kernels to be taken for usable.
         if not on_gpu and _spec_exists(module):
             raise UserError(
-                f"{package} is installed and there is no CUDA device for it: megatron-core would run its CUDA kernels "
-                f"on tensors of the CPU; {_REMEDY}"
+                f"{package} is installed and models live on the CPU here: megatron-core would run its CUDA kernels on "
+                f"them; {_REMEDY}"
             )
 
 

@@ -85,8 +85,6 @@ def train(arguments: Sequence[str]) -> list[tuple[float, int]] | None:
         Loss sum and token count of every micro-batch trained on, in order, on the first tensor-parallel rank of the
         last pipeline stage; ``None`` elsewhere.
     """
-    # Megatron's checkpoint writer starts processes of its own, which a daemon must not.
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     sys.argv = ["plain_gpt", *ARGUMENTS, *arguments]
     args = parse_and_validate_args()
     model_config = gpt_config_from_args(args, config=core_transformer_config_from_args(args))
