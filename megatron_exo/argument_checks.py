@@ -20,7 +20,13 @@ def check_arguments(args: Namespace) -> None:
         ExoConfigError: one line that says what, why, and what instead.
     """
     exo = exo_config_from_args(args)
-    problems = (_missing(args), _tokenizer_problems(args), _misfits(args, exo), _schedule_problems(args))
+    problems = (
+        _missing(args),
+        _data_problems(args),
+        _tokenizer_problems(args),
+        _misfits(args, exo),
+        _schedule_problems(args),
+    )
     for problem in chain(*problems, _layout_problems(args)):
         raise ExoConfigError(problem)
 
@@ -38,6 +44,18 @@ def _missing(args: Namespace) -> Iterator[str]:
         yield "the length of the run is not given; pass --train-iters, --train-samples or --preset"
     if args.save is not None and not args.save_interval:
         yield "--save without --save-interval; pass the number of iterations between checkpoints"
+
+
+NO_DATA = (
+    "no data: pass --data-path PREFIX (tools/preprocess_data.py makes one), --mock-data, "
+    "or run examples/quickstart.sh once and train without naming data"
+)
+
+
+def _data_problems(args: Namespace) -> Iterator[str]:
+    named = (args.data_path, args.data_args_path, args.train_data_path, args.valid_data_path, args.test_data_path)
+    if not (args.mock_data or args.per_split_data_args_path or any(named)):
+        yield NO_DATA
 
 
 def _tokenizer_problems(args: Namespace) -> Iterator[str]:

@@ -70,8 +70,9 @@ def add_exo_arguments(parser: ArgumentParser) -> ArgumentParser:
         "--exo-init",
         choices=RECIPES,
         default="paper",
-        help="initial weights, the same for every layout of ranks: the paper's (residual projections, head and the last "
-        "matrix of dynamic mixing at zero), the author's code's (that matrix drawn), or Megatron's (default: %(default)s)",
+        help="initial weights, the same for every layout of ranks: the paper's (residual projections, head and the "
+        "last matrix of dynamic mixing at zero), the author's code's (that matrix drawn), or Megatron's "
+        "(default: %(default)s)",
     )
     group.add_argument(
         "--exo-z-loss-weight",
@@ -95,12 +96,24 @@ def add_exo_arguments(parser: ArgumentParser) -> ArgumentParser:
 
     parser.error = partial(_one_line_error, parser)  # type: ignore[method-assign]
     parser.set_defaults(**megatron_defaults())
+    if {"-h", "--help"} & set(sys.argv):
+        _repair_help(parser)
     chosen, sizes = _early_arguments(parser, group)
     if "yaml_cfg" in sizes:
         raise ExoConfigError("--yaml-cfg replaces the command line and with it ExoFormer's arguments; pass arguments")
     if chosen.preset is not None:
         parser.set_defaults(**presets.resolve(chosen.preset, exo_config_from_args(chosen), sizes))
     return parser
+
+
+def _repair_help(parser: ArgumentParser) -> None:
+    """Escape the percent signs that Megatron forgot to: a single one makes ``--help`` fail."""
+    formatter = parser._get_formatter()
+    for action in parser._actions:
+        try:
+            formatter._expand_help(action)
+        except ValueError:
+            action.help = (action.help or "").replace("%", "%%")
 
 
 def _one_line_error(parser: ArgumentParser, message: str) -> NoReturn:

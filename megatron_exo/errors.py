@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
@@ -14,6 +15,8 @@ class UserError(ValueError):
     """A request that cannot be met; the message says what is wrong, why, and what to do."""
 
 
+_PATIENCE_S = 60
+"""torchrun ends all ranks as soon as the first exits: for so long, let it be the one that speaks."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
@@ -48,6 +51,8 @@ def leave(message: str, *, status: int = 1, only_here: bool = False) -> NoReturn
         os._exit(status)
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"error: {line}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(_PATIENCE_S)
     sys.exit(status)
 
 

@@ -10,13 +10,16 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-DEMO = ROOT / os.environ.get("MEGATRON_EXO_DEMO", "runs/demo")
-"""Where ``examples/quickstart.sh`` puts its data and its run."""
 _DATA_OPTIONS = ("--data-path", "--data-args-path", "--train-data-path", "--per-split-data-args-path", "--mock-data")
 _LAUNCHER_OPTIONS = ("--nproc-per-node", "--nproc_per_node", "--nnodes", "--node-rank", "--node_rank", "--master-addr",
                      "--master_addr", "--master-port", "--master_port", "--rdzv-backend", "--rdzv_backend",
                      "--rdzv-endpoint", "--rdzv_endpoint", "--rdzv-id", "--rdzv_id", "--max-restarts",
                      "--max_restarts")  # fmt: skip
+
+
+def demo_folder() -> Path:
+    """Where ``examples/quickstart.sh`` puts its data and its run."""
+    return ROOT / os.environ.get("MEGATRON_EXO_DEMO", "runs/demo")
 
 
 def train() -> None:
@@ -34,7 +37,7 @@ def with_demo(arguments: list[str]) -> list[str]:
     and the entry point says how to get data.
     """
     names = {argument.split("=")[0] for argument in arguments}
-    prepared = DEMO / "data"
+    prepared = demo_folder() / "data"
     if names & {*_DATA_OPTIONS, "--help", "-h"} or not (prepared / "train.idx").exists():
         return arguments
     added = ["--train-data-path", str(prepared / "train"), "--valid-data-path", str(prepared / "validation")]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_exo import launch
+from tests.programs import run_program
 
 ROOT = Path(__file__).parent.parent
 TORCHRUN = str(Path(sys.executable).parent / "torchrun")
@@ -23,10 +24,8 @@ SMALL = (
 ).split()
 
 
-def _run(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=300, check=False
-    )
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=300, check=False)
 
 
 @pytest.mark.parametrize(
@@ -51,9 +50,9 @@ def test_the_users_command_trains_with_its_arguments_passed_through(command: lis
 
 
 def test_the_script_without_data_and_without_a_prepared_demo_says_how_to_get_data(tmp_path: Path) -> None:
-    done = _run(["bash", SCRIPT, "--preset", "demo"], MEGATRON_EXO_DEMO=str(tmp_path))
-    assert done.returncode != 0
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    done = run_program(launch.train, ["--preset", "demo"], environment={"MEGATRON_EXO_DEMO": str(tmp_path)})
+    assert done.status != 0
+    errors = [line for line in done.err.splitlines() if line.startswith("error:")]
     assert len(errors) == 1
     assert "quickstart" in errors[0]
 
@@ -62,7 +61,7 @@ def test_the_script_without_data_and_without_a_prepared_demo_says_how_to_get_dat
 def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train.idx").touch()
-    monkeypatch.setattr(launch, "DEMO", tmp_path)
+    monkeypatch.setenv("MEGATRON_EXO_DEMO", str(tmp_path))
     return tmp_path / "data"
 
 

@@ -36,6 +36,8 @@ def import_checkpoint(
     Raises:
         UserError: a file that is refused, tokens outside the vocabulary, or arguments that do not fit the model.
     """
+    if not file.is_file():
+        raise UserError(f"no file at {file}; give the path of a .pt in the author's format")
     source = read_reference_checkpoint(file)
     if tokens is not None and not 0 <= int(tokens.min()) <= int(tokens.max()) < source.sizes.vocab_size:
         raise UserError(

@@ -16,6 +16,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from megatron.training import get_args, get_tokenizer
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
+from megatron_exo.argument_checks import NO_DATA
 from megatron_exo.data.validate import DatasetError, check_dataset, check_sidecar
 
 
@@ -36,10 +37,7 @@ def check_data_arguments(args: Namespace, tokenizer: Any) -> None:
     shared = _prefixes([blend])
     prefixes = shared or _prefixes(blend_per_split or [])
     if not prefixes:
-        raise DatasetError(
-            "no data: pass --data-path PREFIX (tools/preprocess_data.py makes one), --mock-data, "
-            "or run examples/quickstart.sh once"
-        )
+        raise DatasetError(NO_DATA)
     for prefix in prefixes:
         report = check_dataset(prefix, vocab_size=tokenizer.vocab_size)
         check_sidecar(prefix, args.tokenizer_type, args.tokenizer_model, tokenizer.vocab_size)

@@ -36,6 +36,9 @@ class ExoTransformerConfig(TransformerConfig):
             raise ExoConfigError(
                 "--attention-output-gate contradicts a variant without a gate; use --exo-gate elementwise"
             )
+        for field_name, why in _UNSUPPORTED.items():
+            if getattr(self, field_name, None):
+                raise ExoConfigError(f"{field_name} is not supported with ExoFormer layers: {why}; leave it out")
         tp, groups = self.tensor_model_parallel_size, self.num_query_groups or self.num_attention_heads
         if groups % tp:  # Megatron would copy groups to ranks
             raise ExoConfigError(
@@ -64,7 +67,7 @@ class ExoTransformerConfig(TransformerConfig):
         return self.head_layout.total_width(self.exo.pathways)
 
     def _problems(self) -> Iterator[str]:
-        """Every reason why this configuration cannot be built, the most basic first."""
+        """Every other reason why this configuration cannot be built, the most basic first."""
         exo = self.exo
         if exo.anchor != "none" and exo.first_mixed_layer > self.num_layers:
             yield (
@@ -77,9 +80,6 @@ class ExoTransformerConfig(TransformerConfig):
             yield "ExoFormer's projections have no biases; pass --disable-bias-linear and leave out --add-qkv-bias"
         if self.context_parallel_size > 1 and self.transformer_impl == "local":
             yield "the local backend's attention has no context parallelism; use --transformer-impl transformer_engine"
-        for field_name, why in _UNSUPPORTED.items():
-            if getattr(self, field_name, None):
-                yield f"{field_name} is not supported with ExoFormer layers: {why}"
         if self.cuda_graph_impl != "none":
             yield (
                 "CUDA graphs are not supported: the captured layer has no input for the anchor; "

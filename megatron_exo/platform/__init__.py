@@ -9,6 +9,7 @@ dotted target and its reason, and :func:`deactivate` takes all of them back.
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import warnings
 from collections.abc import Iterator
@@ -56,7 +57,9 @@ def activate() -> None:
     with warnings.catch_warnings():
         # Megatron says a dozen times that Transformer Engine and Apex are absent; `megatron_exo.doctor` says it once.
         warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex|transformer-engine)")
+        # PyTorch says that there is no CUDA runtime, as a warning or in its log; so does the line with the device.
         warnings.filterwarnings("ignore", message=".*No CUDA runtime is found")
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
         _registry.apply(_needed_patches())
 
 

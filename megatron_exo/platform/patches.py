@@ -65,7 +65,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch("torch.cuda:synchronize", _always(cpu.no_op), "called by timers and checkpoints; raises without a driver"),
     Patch("torch.cuda:Stream", _always(cpu.NullStream), "models are wrapped on a stream of their own"),
     Patch("torch.cuda:current_stream", _always(cpu.NullStream), "gradient buffers wait on it"),
-    Patch("torch.cuda:stream", _always(cpu.null_context), "models are wrapped on a stream of their own"),
+    Patch("torch.cuda:stream", _always(cpu.null_context), "asks those streams for their device where there is a GPU"),
     Patch(
         "torch.cuda:get_device_properties",
         _always(cpu.device_properties),

@@ -91,12 +91,16 @@ class Worker:
 
 
 def one_line(error: BaseException) -> str:
-    """The exception's type and the first line of its message that says something.
+    """The exception's type and the line of its message that says most.
 
-    What follows in CUDA's errors is general advice, and torch.compile's begin with lines that only introduce the next.
+    That is the first: what follows in CUDA's errors is general advice. But torch.compile's begin with lines that only
+    introduce the next, and errors of another process bring a traceback, whose last line counts.
     """
-    lines = [line.strip() for line in str(error).splitlines()]
-    return f"{type(error).__name__}: {next((line for line in lines if line and not line.endswith(':')), 'no message')}"
+    message = str(error)
+    lines = [line.strip() for line in message.splitlines() if any(map(str.isalnum, line))]
+    if "Traceback (most recent call last):" in message:
+        lines.reverse()
+    return f"{type(error).__name__}: {next((line for line in lines if not line.endswith(':')), 'no message')}"
 
 
 def _serve(connection: Connection, start: Callable[[], Any], log: Path) -> None:

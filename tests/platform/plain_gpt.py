@@ -8,11 +8,13 @@ from __future__ import annotations
 import multiprocessing
 import shlex
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.enums import ModelType
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -44,7 +46,8 @@ ARGUMENTS = shlex.split("""
     --hidden-dropout 0.1 --attention-dropout 0.1
     --transformer-impl local --distributed-backend gloo --no-persist-layer-norm --no-gradient-accumulation-fusion
     --no-masked-softmax-fusion --no-rope-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion
-    --mock-data --tokenizer-type NullTokenizer --vocab-size 127 --split 90,5,5 --num-workers 0
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 127 --make-vocab-size-divisible-by 64
+    --split 90,5,5 --num-workers 0
     --micro-batch-size 2 --global-batch-size 8 --lr 1e-2 --lr-decay-style linear --clip-grad 1.0
     --log-interval 1 --eval-iters 1 --dist-ckpt-optim-fully-reshardable
 """)
@@ -78,15 +81,20 @@ def block_spec(config: GPTModelConfig, vp_stage: int | None = None) -> Transform
     )
 
 
+def parse_arguments(arguments: Sequence[str]) -> Namespace:
+    """Megatron's namespace for :data:`ARGUMENTS` and others after them."""
+    sys.argv = ["plain_gpt", *ARGUMENTS, *arguments]
+    return parse_and_validate_args()
+
+
 def train(arguments: Sequence[str]) -> list[tuple[float, int]] | None:
-    """Train as the command line says, in the process group of the caller.
+    """Train as the command line says; makes and destroys the process group.
 
     Returns:
         Loss sum and token count of every micro-batch trained on, in order, on the first tensor-parallel rank of the
         last pipeline stage; ``None`` elsewhere.
     """
-    sys.argv = ["plain_gpt", *ARGUMENTS, *arguments]
-    args = parse_and_validate_args()
+    args = parse_arguments(arguments)
     model_config = gpt_config_from_args(args, config=core_transformer_config_from_args(args))
     model_config.transformer_layer_spec = block_spec
     losses: list[tuple[float, int]] = []
@@ -97,6 +105,10 @@ def train(arguments: Sequence[str]) -> list[tuple[float, int]] | None:
         partial(_forward_step, losses),
     )
     is_reporter = parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
+    dist.barrier()
+    dist.destroy_process_group()
+    for child in multiprocessing.active_children():  # the checkpoint writer's, which outlive a rank that just ends
+        child.terminate()
     return losses if is_reporter else None
 
 
