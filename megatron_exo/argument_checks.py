@@ -89,7 +89,8 @@ def _misfits(args: Namespace, exo: ExoConfig) -> Iterator[str]:
         )
     if args.exo_z_loss_weight < 0:
         yield f"--exo-z-loss-weight must not be negative, got {args.exo_z_loss_weight}; pass 0 for none"
-    for name in ("use_megatron_fsdp", "use_torch_fsdp2", "hybrid_layer_pattern", "sft", "perform_rl_step"):
+    other_paths = ("use_megatron_fsdp", "use_torch_fsdp2", "hybrid_layer_pattern", "sft", "perform_rl_step")
+    for name in (*other_paths, "multi_latent_attention"):  # Megatron would choose another configuration class
         if getattr(args, name):
             yield f"{option(name)} is not supported with ExoFormer; leave it out"
 

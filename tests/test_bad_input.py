@@ -54,6 +54,7 @@ COMMAND_LINES: list[tuple[str, int, str]] = [
     (f"{SIZES} {RUN} {MOCK} --exo-drop-current q", 1, "interventions at inference"),
     (f"{SIZES} {RUN} {MOCK} --exo-z-loss-weight -1", 1, "must not be negative, got -1.0; pass 0 for none"),
     (f"{SIZES} {RUN} {MOCK} --use-megatron-fsdp", 1, "--use-megatron-fsdp is not supported with ExoFormer; leave it"),
+    (f"{SIZES} {RUN} {MOCK} --multi-latent-attention", 1, "--multi-latent-attention is not supported with ExoFormer"),
     (f"{SIZES} {RUN} {MOCK} --transformer-impl transformer_engine", 1, "cannot be used here: it is not installed; use"),
     (f"{SIZES} {RUN} {MOCK} --yaml-cfg run.yaml", 1, "--yaml-cfg replaces the command line .* pass arguments"),
     (
@@ -63,9 +64,18 @@ COMMAND_LINES: list[tuple[str, int, str]] = [
     ),
     (f"{SIZES} {MOCK}", 1, "not given: --micro-batch-size, --lr, --eval-interval"),
     (f"{SIZES} {RUN} {MOCK} --train-iters 0", 1, "length of the run is not given; pass --train-iters, --train-samples"),
-    (f"{SIZES} {RUN}", 1, "no tokenizer; pass --tokenizer-type and --tokenizer-model as the data was made with"),
-    (f"{SIZES} {RUN} --tokenizer-type NullTokenizer", 1, "has no vocabulary of its own; pass --vocab-size"),
-    (f"{SIZES} {RUN} --tokenizer-type SentencePieceTokenizer --tokenizer-model a.model", 1, "a.model is no file; pass"),
+    (f"{SIZES} {RUN}", 1, "no data: pass --data-path PREFIX .* --mock-data, or run examples/quickstart.sh"),
+    (
+        f"{SIZES} {RUN} --mock-data",
+        1,
+        "no tokenizer; pass --tokenizer-type and --tokenizer-model as the data was made with",
+    ),
+    (f"{SIZES} {RUN} --mock-data --tokenizer-type NullTokenizer", 1, "has no vocabulary of its own; pass --vocab-size"),
+    (
+        f"{SIZES} {RUN} --data-path a --tokenizer-type SentencePieceTokenizer --tokenizer-model a.model",
+        1,
+        "a.model is no file; pass the SentencePiece .model that made the data",
+    ),
     (f"{SIZES} {RUN} {MOCK} --save runs", 1, "--save without --save-interval; pass the number of iterations between"),
     (
         f"{SIZES} {RUN} {MOCK} --lr-warmup-iters 4",
@@ -158,7 +168,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     texts.mkdir()
     for name in sorted(topics)[:12]:
         (texts / f"{name}.txt").write_text(topics[name])
-    for name, vocab_size in (("tokenizer", 400), ("smaller", 300)):
+    for name, vocab_size in (("tokenizer", 500), ("smaller", 400)):
         train_tokenizer([str(texts)], str(folder / name), vocab_size=vocab_size)
     spec = TokenizerSpec("SentencePieceTokenizer", str(folder / "tokenizer.model"))
     preprocess([str(texts)], str(folder / "data"), spec)
@@ -167,7 +177,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def pretrain(corpus: Path, *words: object, tokenizer: str = "tokenizer", **environment: str) -> Outcome:
     arguments = [*SIZES.split(), *RUN.split(), "--tokenizer-type", "SentencePieceTokenizer"]
-    arguments += ["--tokenizer-model", str(corpus / f"{tokenizer}.model"), "--split", "80,10,10"]
+    arguments += ["--tokenizer-model", str(corpus / f"{tokenizer}.model")]
+    arguments += ["--data-path", str(corpus / "data"), "--split", "80,10,10"]
     return run_program(main, [*arguments, *words], environment=environment)
 
 
@@ -185,14 +196,13 @@ MEGATRONS = [
         "--context-parallel-size 2",
         "the local backend's attention has no context parallelism; use --transformer-impl",
     ),
-    (1, "--multi-latent-attention", "multi_latent_attention is not supported with ExoFormer layers: .*; leave it out"),
+    (1, "--layernorm-zero-centered-gamma", "layernorm_zero_centered_gamma is not supported .*: .*; leave it out"),
     (2, "--pipeline-model-parallel-size 2 --fp32-residual-connection --bf16", "cannot share the wire between stages"),
     (
         2,
         "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout E|ttttL",
         r"pipeline stage 0 \(virtual stage 0\) has no decoder layer, .* give every stage at least one",
     ),
-    (1, "", "no data: pass --data-path PREFIX .* --mock-data, or run examples/quickstart.sh"),
 ]
 
 
@@ -242,7 +252,7 @@ def add_empty_document(prefix: Path) -> None:
         ),
         (
             add_unknown_token,
-            r"token 4242 at position 1000 \(document \d+\) is outside the vocabulary of 400; .* re-tok",
+            r"token 4242 at position 1000 \(document \d+\) is outside the vocabulary of 500; .* re-tok",
         ),
         (add_empty_document, r"1 of 10 documents are empty \(number 1, from 0\); .* make the dataset again"),
         (lambda prefix: prefix.with_suffix(".bin").unlink(), r"no dataset at .*data: .*data\.bin is missing; make one"),
@@ -272,30 +282,27 @@ def test_damaged_data_is_refused(
     ],
 )
 def test_a_split_that_leaves_a_part_without_documents_is_refused(corpus: Path, split: str, message: str) -> None:
-    outcome = pretrain(corpus, "--data-path", corpus / "data", "--split", split)
+    outcome = pretrain(corpus, "--split", split)
     assert outcome.status == 1
     assert re.search(message, one_line(outcome.err)), outcome.err
 
 
 def test_data_of_another_tokenizer_is_refused(corpus: Path) -> None:
-    outcome = pretrain(corpus, "--data-path", corpus / "data", tokenizer="smaller")
+    outcome = pretrain(corpus, tokenizer="smaller")
     assert outcome.status == 1
-    assert re.search(
-        r"token \d+ at .* is outside the vocabulary of 300; the dataset was made with another tokenizer: re-tokenise it",
-        one_line(outcome.err),
-    )
+    message = r"token \d+ at .* is outside the vocabulary of 400; the dataset was made with another tokenizer: re-tok"
+    assert re.search(message, one_line(outcome.err)), outcome.err
 
 
 def test_several_processes_without_a_meeting_place_are_refused_at_once(corpus: Path) -> None:
-    layout = ["--tensor-model-parallel-size", "2"]
-    outcome = pretrain(corpus, "--data-path", corpus / "data", *layout, WORLD_SIZE="2")
+    outcome = pretrain(corpus, "--tensor-model-parallel-size", "2", WORLD_SIZE="2")
     assert outcome.status == 1
     assert "MASTER_ADDR is not set; start with torchrun, which sets both" in one_line(outcome.err)
 
 
 def test_an_index_of_samples_that_cannot_be_written_names_the_remedy(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "taken").touch()
-    outcome = pretrain(corpus, "--data-path", corpus / "data", "--data-cache-path", tmp_path / "taken")
+    outcome = pretrain(corpus, "--data-cache-path", tmp_path / "taken")
     assert outcome.status == 1
     assert re.search(
         r"rank 0: the index of the training samples cannot be written: .*taken.*; pass a writable folder",

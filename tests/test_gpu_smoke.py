@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_exo.smoke.cases import BOUNDS, DTYPES, SAME_DEVICE, STAGES, VARIANTS, Case, Deviation, Result
+from megatron_exo.smoke.cases import BOUNDS, DTYPES, STAGES, VARIANTS, Case, Deviation, Result
 from megatron_exo.smoke.compare import (
     largest_difference,
     largest_relative_error,
@@ -42,7 +43,7 @@ QUANTITIES = {
 WITHOUT_PACKAGES = """
 from importlib.machinery import PathFinder
 
-ABSENT = ("einops", "matplotlib", "pyarrow", "sentencepiece", "tensorboard", "tokenizers", "transformers", "yaml", "zstandard")
+ABSENT = "einops matplotlib pyarrow sentencepiece tensorboard tokenizers transformers yaml zstandard".split()
 find_spec = PathFinder.find_spec
 PathFinder.find_spec = lambda name, *others: None if name.split(".")[0] in ABSENT else find_spec(name, *others)
 """
@@ -142,63 +143,51 @@ def test_an_output_that_cannot_be_written_is_refused_before_anything_runs(tmp_pa
 # -- wrong results fail -------------------------------------------------------------------------------------
 
 
-def _tamper_and_run(folder: str) -> dict[str, Result]:
-    """What comes of the right results where the reference has one wrong number."""
+WRONG = "decoder.layers.1.self_attention.dynamic_mixing.fc2.bias"
+
+
+def _run_against_wrong_references(folder: str) -> tuple[Result, Result]:
+    """What comes of right results: against a reference with wrong numbers, and against one that cannot be compared."""
     from megatron_exo.smoke.checks import record_reference, run_case
 
-    original, changed = Path(folder, "reference.pt"), Path(folder, "changed.pt")
-    record_reference(CASE, original)
-    results = {"nothing": run_case(CASE, original, SAME_DEVICE)}
-    name = "decoder.layers.1.self_attention.dynamic_mixing.fc2.bias"
-    for what in ("loss", "gradient", "last loss", "shape"):
-        reference = torch.load(original, weights_only=True)
-        if what == "loss":
-            reference["loss"] += 2e-3
-        elif what == "gradient":
-            reference["gradients"][name] *= 1.01
-        elif what == "last loss":
-            reference["losses"][-1] -= 2e-3
-        else:
-            reference["gradients"][name] = reference["gradients"][name][:-1]
-        torch.save(reference, changed)
-        results[what] = run_case(CASE, changed, BOUNDS["fp32"])
-    return results
+    path = Path(folder, "reference.pt")
+    record_reference(CASE, path)
+    wrong = torch.load(path, weights_only=True)
+    wrong["loss"] += 2e-3
+    wrong["gradients"][WRONG] *= 1.01
+    wrong["losses"][-1] -= 2e-3
+    torch.save(wrong, path)
+    compared = run_case(CASE, path, BOUNDS["fp32"])
+    wrong["gradients"][WRONG] = wrong["gradients"][WRONG][:-1]
+    torch.save(wrong, path)
+    broken = run_case(CASE, path, BOUNDS["fp32"])
+    # Megatron's writer keeps a process for its queue, which a rank that skips the interpreter's teardown would leave.
+    for child in multiprocessing.active_children():
+        child.terminate()
+    return compared, broken
 
 
 @pytest.fixture(scope="module")
-def tampered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
-    return run_on_ranks(1, _tamper_and_run, str(tmp_path_factory.mktemp("tampered")))[0]
+def against_wrong_references(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Result]:
+    return run_on_ranks(1, _run_against_wrong_references, str(tmp_path_factory.mktemp("wrong")))[0]
 
 
-def test_right_results_pass(tampered: dict[str, Result]) -> None:
-    assert tampered["nothing"].passed
-
-
-@pytest.mark.parametrize(
-    ("what", "stage", "quantity"),
-    [
-        ("loss", "forward", "loss "),
-        ("gradient", "backward", "gradient of decoder.layers.1.self_attention.dynamic_mixing.fc2.bias"),
-        ("last loss", "20 steps", "loss while training "),
-    ],
-)
-def test_a_wrong_number_fails_its_stage_and_no_other(
-    tampered: dict[str, Result], what: str, stage: str, quantity: str
+def test_a_wrong_number_fails_its_stage_is_named_and_ends_nothing(
+    against_wrong_references: tuple[Result, Result],
 ) -> None:
-    result = tampered[what]
-    verdicts = {name: result.verdict(name) for name in STAGES}
-    assert verdicts == dict.fromkeys(STAGES, "pass") | {stage: "FAIL"}
+    result = against_wrong_references[0]
+    assert [result.verdict(stage) for stage in STAGES] == ["pass", "FAIL", "FAIL", "FAIL", "pass", "pass"]
     assert not result.passed
-    assert [quantity in line for line in failures(result)] == [True]
+    named = [line.removeprefix(f"FAIL {CASE}: ").rsplit(" ", 3)[0] for line in failures(result)]
+    assert named == ["loss", f"gradient of {WRONG}", "loss while training"]
 
 
-def test_an_exception_ends_the_case_at_its_stage_in_one_line(tampered: dict[str, Result]) -> None:
-    broken = tampered["shape"]
-    assert [broken.verdict(stage) for stage in STAGES] == ["pass", "pass", "FAIL", "-", "-", "-"]
-    assert broken.error is not None
-    assert broken.error.startswith("ValueError: gradient of decoder.layers.1.")
-    assert "Traceback" in broken.traceback
-    assert broken.seconds_per_step is None
+def test_an_exception_ends_the_case_at_its_stage_in_one_line(against_wrong_references: tuple[Result, Result]) -> None:
+    result = against_wrong_references[1]
+    assert [result.verdict(stage) for stage in STAGES] == ["pass", "FAIL", "FAIL", "-", "-", "-"]
+    assert result.error == f"ValueError: gradient of {WRONG} has shape (8,) where (7,) is expected"
+    assert "Traceback" in result.traceback
+    assert result.seconds_per_step is None
 
 
 # -- the comparisons ----------------------------------------------------------------------------------------

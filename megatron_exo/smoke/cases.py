@@ -97,9 +97,9 @@ BOUNDS = {
     # Another order of summation changes float32 results by about 1e-6. A change of the weights by ten times that moves
     # the losses of the small model by at most 3e-4 in 20 steps; TF32 or a wrong term moves them by more than 1e-3.
     "fp32": Bounds(loss=1e-4, logits=1e-4, gradient=1e-3, training=1e-3, resume=1e-3),
-    # bfloat16 keeps 8 bits (4e-3). On CPUs, models of three and of eight layers deviate by up to 3% in the logits, 11% in
-    # the gradient of the worst parameter (the eight biases of a dynamic mixing), 0.03 in the losses of 20 steps. A
-    # relative error of 0.2 is a cosine of 0.98 where lengths agree.
+    # bfloat16 keeps 8 bits (4e-3). On CPUs, models of three and of eight layers deviate by up to 3% in the logits, 11%
+    # in the gradient of the worst parameter (the biases of a dynamic mixing), 0.03 in the losses of 20 steps.
+    # A relative error of 0.2 is a cosine of 0.98 where lengths agree.
     "bf16": Bounds(loss=3e-2, logits=6e-2, gradient=2e-1, training=5e-2, resume=3e-2),
 }
 """For comparison: a resume that forgets Adam's moments was off by 0.1 in loss after one step and by 1 after four."""
