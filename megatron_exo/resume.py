@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.safe_globals import SAFE_GLOBALS
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_exo.config import ExoConfig
@@ -123,7 +124,7 @@ def read_index(folder: Path) -> Metadata:
         for part in (index.storage_data or {}).values():
             ends[part.relative_path] = max(ends.get(part.relative_path, 0), part.offset + part.length)
     except Exception as error:  # a damaged pickle raises whatever it likes
-        raise CheckpointError(f"{path} is damaged: {_first_line(error)}; {_REMEDY}") from error
+        raise CheckpointError(f"{path} is damaged: {_first_sentence(error)}; {_REMEDY}") from error
     for name, end in ends.items():
         size = (folder / name).stat().st_size if (folder / name).is_file() else None
         if size is None or size < end:
@@ -135,8 +136,8 @@ def read_index(folder: Path) -> Metadata:
 _REMEDY = "copy it again, or pass an earlier iteration as --ckpt-step"
 
 
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+def _first_sentence(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0].split(". ")[0]
 
 
 class _IndexUnpickler(pickle.Unpickler):
@@ -169,10 +170,11 @@ def read_saved_arguments(folder: Path, index: Metadata) -> Namespace:
     try:
         with (folder / part.relative_path).open("rb") as file:
             file.seek(part.offset)
-            content = torch.load(io.BytesIO(file.read(part.length)), map_location="cpu", weights_only=True)
-        args = content[0]["args"]
+            state = io.BytesIO(file.read(part.length))
+        with torch.serialization.safe_globals(SAFE_GLOBALS):
+            args = torch.load(state, map_location="cpu", weights_only=True)[0]["args"]
     except Exception as error:  # damaged bytes raise whatever they like
-        raise CheckpointError(f"{folder}: its shared state is damaged: {_first_line(error)}; {_REMEDY}") from error
+        raise CheckpointError(f"{folder}: its shared state is damaged: {_first_sentence(error)}; {_REMEDY}") from error
     if not hasattr(args, "exo_variant"):
         raise CheckpointError(f"{folder} is not of an ExoFormer; load it into the program that saved it")
     return args

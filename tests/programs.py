@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.ranks import leave
+
 _context = multiprocessing.get_context("forkserver")
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -86,4 +88,4 @@ def _run(
         status = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status if isinstance(status, int) else 1 if status else 0)
+    leave(status if isinstance(status, int) else 1 if status else 0)

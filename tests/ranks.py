@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, NoReturn
 
 _context = multiprocessing.get_context("forkserver")
 _PRELOAD = ["tests.preload"]
@@ -116,7 +116,14 @@ def _main(
     # Plain pickle copies tensors by value; the process may end before the parent reads.
     sender.send_bytes(pickle.dumps(answer))
     sender.close()
-    os._exit(0)  # skip the interpreter's teardown, in which gloo's threads may hang
+    leave(0)
+
+
+def leave(status: int) -> NoReturn:
+    """End this process without the interpreter's teardown, in which gloo's threads may hang."""
+    for child in multiprocessing.active_children():  # a checkpoint's save leaves a manager behind
+        child.terminate()
+    os._exit(status)
 
 
 def _free_port() -> int:

@@ -196,7 +196,7 @@ MEGATRONS = [
         "--context-parallel-size 2",
         "the local backend's attention has no context parallelism; use --transformer-impl",
     ),
-    (1, "--layernorm-zero-centered-gamma", "layernorm_zero_centered_gamma is not supported .*: .*; leave it out"),
+    (1, "--flash-decode", "flash_decode is not supported with ExoFormer layers: .*; leave it out"),
     (2, "--pipeline-model-parallel-size 2 --fp32-residual-connection --bf16", "cannot share the wire between stages"),
     (
         2,

@@ -67,6 +67,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedP
     """Its output, its JSON and its Markdown, on a machine that has no packages but the ones it needs."""
     folder = tmp_path_factory.mktemp("smoke")
     (folder / "sitecustomize.py").write_text(WITHOUT_PACKAGES)
+    # Packages of GPU machines that must not be used for the CPU's numbers.
+    for name in ("transformer_engine", "transformer_engine_torch", "apex", "amp_C"):
+        (folder / f"{name}.py").write_text("raise FileNotFoundError('this needs a GPU')\n")
     outputs = folder / "out.json", folder / "out.md"
     path = os.pathsep.join([str(folder), str(ROOT)])
     finished = smoke("--cpu", "--json", str(outputs[0]), "--markdown", str(outputs[1]), PYTHONPATH=path)

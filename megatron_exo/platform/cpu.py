@@ -93,7 +93,8 @@ def resident_bytes(device: Any = None) -> int:
 
 def peak_resident_bytes(device: Any = None) -> int:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    # The kernel notes the peak now and then only, so it may lag behind.
+    return max(resident_bytes(), peak if sys.platform == "darwin" else peak * 1024)
 
 
 def machine_bytes_used(device: Any = None) -> int:
@@ -145,6 +146,19 @@ def fork_rng(self: Any, name: str = "model-parallel-rng") -> Iterator[None]:
         self.states_[name] = torch.get_rng_state()
         torch.set_rng_state(outer_state if outer_name == "default-rng" else self.states_[outer_name])
         self._current_state_name = outer_name
+
+
+def draw_from_own_generator(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``build_pretraining_data_loader``: the loader seeds its workers from a generator of its own."""
+
+    @functools.wraps(original)
+    def build(*args: Any, **kwargs: Any) -> Any:
+        loader = original(*args, **kwargs)
+        if isinstance(loader, torch.utils.data.DataLoader):
+            loader.generator = torch.Generator()
+        return loader
+
+    return build
 
 
 # -- start-up ------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import megatron_exo.platform.cpu as cpu
+import megatron_exo.platform.reshardable as reshardable
 import megatron_exo.platform.storage as storage
 from megatron_exo.platform.adam import FusedAdam
 from megatron_exo.platform.registry import Patch
@@ -34,6 +35,12 @@ PATCHES: tuple[Patch, ...] = (
         "megatron.core.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync.write_preloaded_data",
         storage.raise_storage_errors,
         "that a disk is full is lost on the way, and the user reads of a worker's RuntimeError",
+        when="always",
+    ),
+    Patch(
+        "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.sharded_param_state_fully_reshardable",
+        reshardable.index_without_padding,
+        "with more than one gradient bucket, main parameters and moments are saved shifted, and resuming goes wrong",
         when="always",
     ),
     # -- torch.compile -----------------------------------------------------------------------------------------
@@ -100,6 +107,11 @@ PATCHES: tuple[Patch, ...] = (
         "megatron.core.tensor_parallel.random:CudaRNGStatesTracker.fork",
         _always(cpu.fork_rng),
         "the original warns whenever the CPU generator moves, and here that is the device's generator",
+    ),
+    Patch(
+        "megatron.training.training:build_pretraining_data_loader",
+        cpu.draw_from_own_generator,
+        "data loaders draw a seed whenever they start, here from the generator of dropout, which would miss one on resume",
     ),
     # -- optimizer ---------------------------------------------------------------------------------------------
     *(

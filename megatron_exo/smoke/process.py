@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import sys
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -136,6 +137,9 @@ def start_checks(on_gpu: bool) -> ModuleType:
     os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
     if not on_gpu:
         os.environ["MEGATRON_EXO_DEVICE"] = "cpu"
+        # Where it finds these, Megatron runs their CUDA kernels on CPU tensors too; None makes their import fail.
+        for name in ("transformer_engine", "transformer_engine_torch", "apex", "amp_C"):
+            sys.modules[name] = None  # type: ignore[assignment]
     import torch
     import torch.distributed as dist
 

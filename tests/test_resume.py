@@ -1,0 +1,267 @@
+"""Checkpoints that are damaged or another model's, and disks that fill up: one line, and nothing is lost."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import shutil
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_exo import resume
+from megatron_exo.config import ExoConfig
+from megatron_exo.pretrain import main
+from megatron_exo.resume import TRACKER, CheckpointError, check_load, folder_to_load, read_index, read_saved_arguments
+from tests.programs import Outcome, run_program
+
+SIZES = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
+DATA = "--mock-data --tokenizer-type NullTokenizer --vocab-size 64 --num-workers 0"
+RUN = "--micro-batch-size 2 --global-batch-size 4 --train-iters 4 --lr 1e-3 --eval-iters 1 --eval-interval 100"
+SAVING = "--save-interval 2 --log-interval 1"
+
+
+def pretrain(run: Path, *words: str, largest_file: int | None = None) -> Outcome:
+    """Train, or go on training, in the folder ``run``; every two iterations are saved."""
+    arguments = f"{SIZES} {DATA} {RUN} {SAVING}".split()
+    return run_program(main, [*arguments, "--save", run, "--load", run, *words], largest_file=largest_file)
+
+
+def error_of(outcome: Outcome) -> str:
+    assert (outcome.status, outcome.err.count("\n")) == (1, 1), outcome.err
+    return outcome.err
+
+
+@pytest.fixture(scope="module")
+def first_half(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
+    """The folder of a run that stopped after two of four iterations, and what it printed."""
+    run = tmp_path_factory.mktemp("first-half") / "run"
+    outcome = pretrain(run, "--exit-interval", "2")
+    assert outcome.status == 0, outcome.err
+    return run, outcome
+
+
+@pytest.fixture
+def run(first_half: tuple[Path, Outcome], tmp_path: Path) -> Path:
+    """A copy of that folder."""
+    return Path(shutil.copytree(first_half[0], tmp_path / "run"))
+
+
+@pytest.fixture
+def args(run: Path) -> Namespace:
+    """The arguments with which the run would go on."""
+    folder = run / "iter_0000002"
+    saved = read_saved_arguments(folder, read_index(folder))
+    saved.load = str(run)
+    return saved
+
+
+def exo_of(args: Namespace, **changes: Any) -> ExoConfig:
+    axes = {name: getattr(args, f"exo_{name}") for name in vars(ExoConfig())}
+    return ExoConfig(**axes).replace(**changes)
+
+
+# -- whole runs -------------------------------------------------------------------------------------------------
+
+
+def test_a_first_start_with_load_says_that_there_is_nothing_to_load(first_half: tuple[Path, Outcome]) -> None:
+    run, outcome = first_half
+    assert "no checkpoint to load: random weights" in outcome.out
+    assert (run / TRACKER).read_text() == "2"
+
+
+def test_a_disk_that_fills_up_costs_only_the_checkpoint_it_had_no_room_for(run: Path) -> None:
+    failed = pretrain(run, largest_file=500_000)
+    assert error_of(failed) == (
+        "error: rank 0: cannot write: File too large; the checkpoints before this one are whole, "
+        "make room and start again with the same command\n"
+    )
+    assert (run / TRACKER).read_text() == "2"
+    again = pretrain(run)
+    assert again.status == 0, again.err
+    assert f"loaded checkpoint 2 from {run}" in again.out
+    assert (run / TRACKER).read_text() == "4"
+    losses = [re.findall(r"iteration (\d)/4  loss ([\d.]+)", outcome.out) for outcome in (failed, again)]
+    assert [iteration for iteration, _ in losses[0]] == ["3", "4"]
+    assert losses[0] == losses[1]
+
+
+def test_a_checkpoint_of_another_variant_is_refused_by_name(run: Path) -> None:
+    folder = run / "iter_0000002"
+    assert error_of(pretrain(run, "--exo-variant", "e-exoformer")) == (
+        f"error: checkpoint {folder} is of another model: variant dynamic-e-exoformer (mixing dynamic), "
+        "not e-exoformer; pass the arguments it was trained with, or another --load\n"
+    )
+
+
+# -- what is held against the run -------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_fits_the_run_that_saved_it(args: Namespace) -> None:
+    assert folder_to_load(args) == Path(args.load) / "iter_0000002"
+    check_load(args, exo_of(args))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_layers", 5),
+        ("hidden_size", 64),
+        ("num_attention_heads", 2),
+        ("kv_channels", 16),
+        ("ffn_hidden_size", 96),
+        ("vocab_size", 63),
+        ("untie_embeddings_and_output_weights", False),
+        ("rotary_base", 10_000),
+    ],
+)
+def test_a_model_of_another_shape_is_refused_with_both_values(args: Namespace, name: str, value: object) -> None:
+    saved = getattr(args, name)
+    setattr(args, name, value)
+    with pytest.raises(CheckpointError, match=f"is of another model: .*{name} {saved}, not {value}"):
+        check_load(args, exo_of(args))
+
+
+def test_fewer_query_groups_are_another_model_and_all_of_them_are_not(args: Namespace) -> None:
+    args.group_query_attention, args.num_query_groups = True, args.num_attention_heads
+    check_load(args, exo_of(args))
+    args.num_query_groups = 2
+    with pytest.raises(CheckpointError, match="num_query_groups 4, not 2"):
+        check_load(args, exo_of(args))
+
+
+def test_every_axis_that_differs_is_named(args: Namespace) -> None:
+    with pytest.raises(CheckpointError, match=r"\(anchor h0, mixing dynamic\), not e-nuresformer"):
+        check_load(args, exo_of(args, anchor="internal", mixing="static"))
+    with pytest.raises(CheckpointError, match=r"\(dynamic hidden size 16\), not one without a name"):
+        check_load(args, exo_of(args, dynamic_hidden_size=32))
+
+
+def test_an_intervention_is_the_same_model(args: Namespace) -> None:
+    check_load(args, exo_of(args, drop_anchor="qk", drop_current="v"))
+
+
+def test_fine_tuning_may_change_how_positions_are_told(args: Namespace) -> None:
+    args.rotary_base, args.finetune = 10_000, True
+    check_load(args, exo_of(args))
+
+
+def test_another_schedule_is_refused_unless_one_of_the_two_is_chosen(args: Namespace) -> None:
+    args.train_iters = args.lr_decay_iters = 8
+    message = (
+        "trained on another schedule: decay samples 16, not 32; train samples 16, not 32; pass --override-opt-param"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        check_load(args, exo_of(args))
+    for way_out in (
+        "override_opt_param_scheduler",
+        "use_checkpoint_opt_param_scheduler",
+        "finetune",
+        "no_load_optim",
+        "skip_train",
+    ):
+        check_load(Namespace(**vars(args) | {way_out: True}), exo_of(args))
+
+
+def test_a_folder_without_checkpoints_is_a_first_start_unless_one_is_demanded(args: Namespace, tmp_path: Path) -> None:
+    args.load = str(tmp_path / "new")
+    check_load(args, exo_of(args))
+    args.exit_on_missing_checkpoint = True
+    with pytest.raises(CheckpointError, match="new holds no checkpoint; check the path"):
+        check_load(args, exo_of(args))
+
+
+def test_a_pretrained_checkpoint_is_read_only_where_there_is_no_own_one(args: Namespace, tmp_path: Path) -> None:
+    args.load, args.pretrained_checkpoint = str(tmp_path / "new"), args.load
+    assert folder_to_load(args) == Path(args.pretrained_checkpoint) / "iter_0000002"
+    args.pretrained_checkpoint = str(tmp_path / "other")
+    with pytest.raises(CheckpointError, match=r"--pretrained-checkpoint .*other holds none; check the path"):
+        check_load(args, exo_of(args))
+
+
+def test_another_iteration_can_be_asked_for(args: Namespace) -> None:
+    args.ckpt_step = 3
+    with pytest.raises(
+        CheckpointError, match=r"iter_0000003 is missing \(there: iter_0000002\); pass another iteration"
+    ):
+        check_load(args, exo_of(args))
+
+
+def test_a_checkpoint_of_another_program_is_refused(args: Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resume.torch, "load", lambda *_, **__: [{"args": Namespace(num_layers=4)}])
+    with pytest.raises(CheckpointError, match="is not of an ExoFormer; load it into the program that saved it"):
+        check_load(args, exo_of(args))
+
+
+# -- damage -----------------------------------------------------------------------------------------------------
+
+
+def cut(name: str, size: int) -> Callable[[Path], None]:
+    return lambda folder: os.truncate(folder / name, size)
+
+
+def remove(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def write(name: str, content: bytes) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_bytes(content)
+
+
+def overwrite_shared_state(folder: Path) -> None:
+    index = read_index(folder)
+    (part,) = (part for key, part in index.storage_data.items() if key.fqn.startswith("common_state"))
+    with (folder / part.relative_path).open("r+b") as file:
+        file.seek(part.offset)
+        file.write(bytes(part.length))
+
+
+DAMAGES: list[tuple[Callable[[Path], object], str]] = [
+    (cut("__0_0.distcp", 5000), r"no complete checkpoint: __0_0\.distcp is cut off: 5000 bytes of \d+; copy it again"),
+    (remove("__0_0.distcp"), r"no complete checkpoint: __0_0\.distcp is missing; copy it again, or pass an earlier"),
+    (remove(".metadata"), r"no complete checkpoint: it has no index; copy it again"),
+    (remove("metadata.json"), r"no complete checkpoint: it has no index"),
+    (cut(".metadata", 1000), r"\.metadata is damaged: \w+: .*; copy it again"),
+    (write(".metadata", b""), r"\.metadata is damaged: EOFError"),
+    (write(".metadata", pickle.dumps({"a": 1})), r"\.metadata is damaged: UnpicklingError: it holds a dict"),
+    (overwrite_shared_state, r"its shared state is damaged: .*; copy it again"),
+    (write(f"../{TRACKER}", b"two"), r"does not name an iteration but 'two'; write the number of a folder iter_N"),
+    (write(f"../{TRACKER}", b"6"), r"iter_0000006 is missing \(there: iter_0000002\)"),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGES, ids=[message[:40] for _, message in DAMAGES])
+def test_a_damaged_checkpoint_is_refused_with_what_is_wrong(
+    args: Namespace, damage: Callable[[Path], object], message: str
+) -> None:
+    damage(Path(args.load) / "iter_0000002")
+    with pytest.raises(CheckpointError, match=message) as refusal:
+        check_load(args, exo_of(args))
+    assert "\n" not in str(refusal.value)
+
+
+class Intruder:
+    def __init__(self, traces: Path) -> None:
+        self.traces = traces
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.traces,)
+
+
+@pytest.mark.parametrize("call", ["plain", "hidden behind a module of checkpoints"])
+def test_an_index_that_would_run_code_is_not_run(args: Namespace, tmp_path: Path, call: str) -> None:
+    traces = tmp_path / "traces"
+    content = pickle.dumps(Intruder(traces))
+    if call != "plain":  # the same function, by a path that begins as allowed ones do
+        program = b"ctorch.distributed.checkpoint.filesystem\nos.mkdir\n(V%b\ntR."
+        content = b"\x80\x04" + program.replace(b"%b", str(traces).encode())
+    (Path(args.load) / "iter_0000002" / ".metadata").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"\.metadata is damaged: UnpicklingError: it names .*does not need"):
+        check_load(args, exo_of(args))
+    assert not traces.exists()
+    assert pickle.loads(content) is None  # the attack is a real one
+    assert traces.exists()
