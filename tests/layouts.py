@@ -48,14 +48,19 @@ class Layout:
 
 
 class Trainer(StandaloneModel):
-    """One model on the ranks of ``layout``, filled with ``state`` or left as initialised; make it inside ``run_on_ranks``.
+    """One model on the ranks of ``layout``, with ``state`` or as initialised; make it inside ``run_on_ranks``.
 
     Args:
         optimizer: ``OptimizerConfig`` fields; without any there is no optimizer.
     """
 
     def __init__(
-        self, exo: ExoConfig, sizes: PlainSizes, layout: Layout, state: Mapping[str, Tensor] | None = None, **optimizer: Any
+        self,
+        exo: ExoConfig,
+        sizes: PlainSizes,
+        layout: Layout,
+        state: Mapping[str, Tensor] | None = None,
+        **optimizer: Any,
     ) -> None:
         start_parallel_state(layout)
         self.layout = layout

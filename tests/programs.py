@@ -39,7 +39,7 @@ def run_program(
     largest_file: int | None = None,
     timeout_s: float = 240.0,
 ) -> Outcome:
-    """Call ``main`` with ``sys.argv`` set, in a process of its own.
+    """Call ``main`` with ``sys.argv`` set, in a process of its own, on the CPU.
 
     Args:
         main: importable by name.
@@ -73,7 +73,7 @@ def _run(
         os.dup2(os.open(stream, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     for name in _RANK_VARIABLES:
         os.environ.pop(name, None)
-    os.environ |= {"OMP_NUM_THREADS": "1"} | environment
+    os.environ |= {"OMP_NUM_THREADS": "1", "MEGATRON_EXO_DEVICE": "cpu"} | environment
     multiprocessing.set_start_method("fork", force=True)  # as in an interpreter of one's own; it was inherited
     sys.argv = [main.__module__, *arguments]
     if largest_file is not None:

@@ -55,7 +55,6 @@ COMMAND_LINES: list[tuple[str, int, str]] = [
     (f"{SIZES} {RUN} {MOCK} --exo-z-loss-weight -1", 1, "must not be negative, got -1.0; pass 0 for none"),
     (f"{SIZES} {RUN} {MOCK} --use-megatron-fsdp", 1, "--use-megatron-fsdp is not supported with ExoFormer; leave it"),
     (f"{SIZES} {RUN} {MOCK} --multi-latent-attention", 1, "--multi-latent-attention is not supported with ExoFormer"),
-    (f"{SIZES} {RUN} {MOCK} --transformer-impl transformer_engine", 1, "cannot be used here: it is not installed; use"),
     (f"{SIZES} {RUN} {MOCK} --yaml-cfg run.yaml", 1, "--yaml-cfg replaces the command line .* pass arguments"),
     (
         f"{RUN} {MOCK}",
@@ -95,6 +94,7 @@ def preview(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     def preview(words: str, **environment: str) -> tuple[int, str]:
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
             monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("MEGATRON_EXO_DEVICE", "cpu")
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(sys, "argv", ["pretrain", *words.split()])
@@ -111,6 +111,16 @@ def test_a_command_line_that_cannot_be_met_is_refused(preview: Any, words: str, 
     seen = preview(words)
     assert seen[0] == status
     assert re.search(message, seen[1]), seen[1]
+
+
+@pytest.mark.parametrize(("have_te", "why"), [(False, "it is not installed"), (True, "it needs a CUDA device")])
+def test_transformer_engine_where_it_cannot_run_is_refused(
+    preview: Any, monkeypatch: pytest.MonkeyPatch, have_te: bool, why: str
+) -> None:
+    monkeypatch.setattr("megatron.core.extensions.transformer_engine.HAVE_TE", have_te)
+    status, message = preview(f"{SIZES} {RUN} {MOCK} --transformer-impl transformer_engine")
+    assert status == 1
+    assert f"cannot be used here: {why}; use --transformer-impl local" in message
 
 
 LAYOUTS = [
@@ -162,14 +172,19 @@ def test_a_disk_with_less_room_than_a_checkpoint_is_refused(monkeypatch: pytest.
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tokenizer, a dataset of 12 documents made with it, and another tokenizer."""
+    """A folder with a tokenizer, a dataset of 12 documents made with it, and other tokenizers."""
     folder = tmp_path_factory.mktemp("corpus")
     texts = folder / "texts"
     texts.mkdir()
     for name in sorted(topics)[:12]:
         (texts / f"{name}.txt").write_text(topics[name])
-    for name, vocab_size in (("tokenizer", 500), ("smaller", 400)):
-        train_tokenizer([str(texts)], str(folder / name), vocab_size=vocab_size)
+    for name, inputs, vocab_size in (
+        ("tokenizer", [texts], 500),
+        ("smaller", [texts], 400),
+        ("larger", [texts], 510),
+        ("other", sorted(texts.iterdir())[:8], 500),
+    ):
+        train_tokenizer(list(map(str, inputs)), str(folder / name), vocab_size=vocab_size)
     spec = TokenizerSpec("SentencePieceTokenizer", str(folder / "tokenizer.model"))
     preprocess([str(texts)], str(folder / "data"), spec)
     return folder
@@ -287,10 +302,23 @@ def test_a_split_that_leaves_a_part_without_documents_is_refused(corpus: Path, s
     assert re.search(message, one_line(outcome.err)), outcome.err
 
 
-def test_data_of_another_tokenizer_is_refused(corpus: Path) -> None:
-    outcome = pretrain(corpus, tokenizer="smaller")
+@pytest.mark.parametrize(
+    ("tokenizer", "message"),
+    [
+        (
+            "smaller",
+            r"token \d+ at .* is outside the vocabulary of 400; .* made with another tokenizer: re-tokenise it",
+        ),
+        ("larger", r"was tokenised with .* tokenizer\.model \(500 tokens\), the run's .* has 510; re-tokenise or pass"),
+        (
+            "other",
+            r"was tokenised with .* tokenizer\.model \(500 tokens\), the run uses .*other\.model, .* re-tokenise",
+        ),
+    ],
+)
+def test_data_of_another_tokenizer_is_refused(corpus: Path, tokenizer: str, message: str) -> None:
+    outcome = pretrain(corpus, tokenizer=tokenizer)
     assert outcome.status == 1
-    message = r"token \d+ at .* is outside the vocabulary of 400; the dataset was made with another tokenizer: re-tok"
     assert re.search(message, one_line(outcome.err)), outcome.err
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_exo import errors
 from megatron_exo.errors import UserError, one_line_errors
+from megatron_exo.platform.storage import raise_storage_errors
 
 HINT = "make room"
 
@@ -130,3 +134,29 @@ def test_leaving_on_purpose_while_handling_a_full_disk_is_not_an_error() -> None
     with pytest.raises(SystemExit) as end, one_line_errors(HINT):
         give_up()
     assert end.value.code == 0
+
+
+class FullDisk(io.RawIOBase):
+    """A file on a disk with room for another 500 bytes."""
+
+    room = 500
+
+    def write(self, data: Any) -> int:
+        if len(data) > self.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.room -= len(data)
+        return len(data)
+
+
+def test_pytorchs_writer_still_hides_that_a_disk_is_full() -> None:
+    """Why ``platform.storage`` digs the operating system's error out of what the writer raises."""
+    with pytest.raises(RuntimeError) as hidden:
+        torch.save(torch.zeros(1000), FullDisk())
+    assert os.strerror(errno.ENOSPC) not in str(hidden.value)
+
+    def write(*args: object, **kwargs: object) -> tuple[int, Exception]:
+        return 0, hidden.value
+
+    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+        raise_storage_errors(write).__func__()
+    assert raise_storage_errors(write).__func__(results_queue="a thread's") == (0, hidden.value)

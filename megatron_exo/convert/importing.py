@@ -101,7 +101,7 @@ def architecture_arguments(exo: ExoConfig, sizes: ModelSizes) -> list[str]:
 def _run_arguments(save: Path | None) -> list[str]:
     """What Megatron wants to know although nothing is trained."""
     arguments = ["--tokenizer-type", "NullTokenizer", "--micro-batch-size", "1", "--train-iters", "1", "--lr", "1e-3"]
-    arguments += ["--eval-interval", "1", "--no-save-optim", "--no-save-rng"]
+    arguments += ["--mock-data", "--eval-interval", "1", "--no-save-optim", "--no-save-rng"]
     return arguments + (["--save", str(save), "--save-interval", "1"] if save is not None else [])
 
 

@@ -40,7 +40,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.sharded_param_state_fully_reshardable",
         reshardable.index_without_padding,
-        "with more than one gradient bucket, main parameters and moments are saved shifted, and resuming goes wrong",
+        "with more than one gradient bucket, main parameters and moments are saved shifted, and resumed runs go wrong",
         when="always",
     ),
     # -- torch.compile -----------------------------------------------------------------------------------------
@@ -111,7 +111,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "megatron.training.training:build_pretraining_data_loader",
         cpu.draw_from_own_generator,
-        "data loaders draw a seed whenever they start, here from the generator of dropout, which would miss one on resume",
+        "data loaders draw a seed at their start, here from dropout's generator, and a resumed run would miss it",
     ),
     # -- optimizer ---------------------------------------------------------------------------------------------
     *(

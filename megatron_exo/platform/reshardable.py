@@ -7,13 +7,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import megatron.core
+
+_AFFECTED = "0.19.2"
+"""The release of megatron-core that has the defect; pull request 5077 of Megatron-LM mends it."""
+
 
 def index_without_padding(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``DistributedOptimizer.sharded_param_state_fully_reshardable``: look parameters up where they are.
 
     The original gathers the main parameters and moments of a buffer without the padding between its buckets, and then
     cuts parameters out of that by the index of the padded buffer: from the second bucket on by that of a neighbour.
+    Other releases are left alone: mended twice, the index would be wrong again.
     """
+    if megatron.core.__version__.split("+")[0] != _AFFECTED:
+        return original
 
     @functools.wraps(original)
     def sharded(self: Any, *args: Any, **kwargs: Any) -> Any:

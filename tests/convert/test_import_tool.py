@@ -48,7 +48,14 @@ def test_logits_of_an_import_are_the_authors(tokens: Path, tmp_path: Path) -> No
 @pytest.mark.slow
 def test_logits_on_a_layout_of_ranks_are_the_authors(tokens: Path, tmp_path: Path) -> None:
     torchrun = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc-per-node", "2"]
-    arguments = ["tools/import_reference.py", str(FILE), "--tokens", str(tokens), "--logits", str(tmp_path / "logits.pt")]
+    arguments = [
+        "tools/import_reference.py",
+        str(FILE),
+        "--tokens",
+        str(tokens),
+        "--logits",
+        str(tmp_path / "logits.pt"),
+    ]
     done = subprocess.run(
         [*torchrun, *arguments, "--tensor-model-parallel-size", "2"],
         cwd=ROOT,

@@ -21,7 +21,9 @@ def _imports(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("name", ["layer", "attention", "anchors", "mixing", "projections", "wire", "norm", "core_attention"])
+@pytest.mark.parametrize(
+    "name", ["layer", "attention", "anchors", "mixing", "projections", "wire", "norm", "core_attention"]
+)
 def test_layers_attention_and_anchors_know_nothing_of_the_model_around_them(name: str) -> None:
     for imported in _imports(PACKAGE / "model" / f"{name}.py"):
         assert "models.gpt" not in imported

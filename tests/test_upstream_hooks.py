@@ -1,0 +1,93 @@
+"""What we override of megatron-core and megatron.training, or call although it is private, is as we know it.
+
+A release that changes one of these fails here, by name, instead of somewhere in a run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+from typing import Any
+
+import pytest
+
+HOOKS: dict[str, set[str]] = {
+    "megatron.core.transformer.transformer_layer:TransformerLayer.__init__": {
+        "config", "submodules", "layer_number", "vp_stage"},
+    "megatron.core.transformer.transformer_layer:TransformerLayer._forward_attention": {
+        "hidden_states", "attention_mask", "context"},
+    "megatron.core.transformer.attention:SelfAttention.get_query_key_value_tensors": {
+        "hidden_states", "key_value_states", "output_gate", "split_qkv"},
+    "megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator._communicate": {
+        "tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next", "tensor_shape", "wait_on_reqs"},
+    "megatron.core.models.common.language_module.language_module:LanguageModule.compute_language_model_loss": {
+        "labels", "logits"},
+    "megatron.core.transformer.transformer_block:get_num_layers_to_build": {"config", "vp_stage", "pp_rank"},
+    "megatron.core.transformer.utils:make_sharded_tensors_for_checkpoint": {
+        "state_dict", "prefix", "tensor_parallel_layers_axis_map", "sharded_offsets", "tp_group", "dp_cp_group"},
+    "megatron.core.utils:get_batch_on_this_tp_rank": {
+        "batch", "has_cu_seqlens", "is_hybrid_cp", "create_attention_mask_in_dataloader", "broadcast_src_rank",
+        "broadcast_group", "cp_size", "tp_rank", "micro_batch_size", "seq_length", "mtp_on_this_rank",
+        "pipeline_model_parallel_size", "is_pipeline_first_stage", "is_pipeline_last_stage"},
+    "megatron.core.utils:get_batch_on_this_cp_rank": {"batch", "is_hybrid_cp", "cp_group"},
+    "megatron.core.datasets.blended_megatron_dataset_builder:BlendedMegatronDatasetBuilder.__init__": {
+        "cls", "sizes", "is_built_on_rank", "config"},
+    "megatron.training.initialize:_initialize_distributed": {
+        "get_embedding_ranks", "get_position_embedding_ranks", "store"},
+    "megatron.training.training:pretrain": {
+        "train_valid_test_dataset_provider", "model_type", "forward_step_func", "p2p_communicator", "pg_collection"},
+    "megatron.training.argument_utils:core_transformer_config_from_args": {"args", "config_class"},
+    "megatron.training.argument_utils:gpt_config_from_args": {"args", "config", "model_config_cls"},
+    "megatron.training.argument_utils:pretrain_cfg_container_from_args": {"args", "model_cfg"},
+    "megatron.training.models.gpt:GPTModelBuilder.build_model": {
+        "pg_collection", "pre_process", "post_process", "vp_stage"},
+    "megatron.training.checkpointing:save_checkpoint": {"iteration", "model", "optimizer", "opt_param_scheduler"},
+    "megatron.core.optimizer:get_megatron_optimizer": {"config", "model_chunks", "use_gloo_process_groups"},
+    "megatron.core.optimizer.emerging_optimizers:_is_nonlinear_or_embedding": {"param"},
+}  # fmt: skip
+"""Function → the names of parameters that we rely on."""
+
+FIELDS: dict[str, set[str]] = {
+    "megatron.core.transformer:TransformerConfig": {
+        "attention_output_gate", "qk_layernorm", "hetereogenous_dist_checkpoint", "pipeline_model_parallel_layout",
+        "distribute_saved_activations", "fp32_residual_connection", "mtp_num_layers", "flash_decode",
+        "fused_single_qkv_rope", "cuda_graph_impl", "transformer_impl"},
+    "megatron.core.datasets.gpt_dataset:GPTDatasetConfig": {
+        "random_seed", "sequence_length", "blend", "blend_per_split", "split", "tokenizer", "path_to_cache",
+        "reset_position_ids", "reset_attention_mask", "eod_mask_loss", "create_attention_mask"},
+    "megatron.training.models.gpt:GPTModelConfig": {"transformer", "vocab_size", "should_pad_vocab", "seq_length"},
+    "megatron.core.transformer.transformer_layer:TransformerLayerSubmodules": {
+        "input_layernorm", "self_attention", "self_attn_bda", "pre_mlp_layernorm", "mlp", "mlp_bda",
+        "sharded_state_dict_keys_map"},
+}  # fmt: skip
+"""Dataclass → the fields that we set or read."""
+
+
+def _look_up(target: str) -> Any:
+    module, _, path = target.partition(":")
+    found: Any = importlib.import_module(module)
+    for name in path.split("."):
+        found = getattr(found, name)
+    return found
+
+
+@pytest.mark.parametrize("target", HOOKS)
+def test_functions_take_the_parameters_that_we_rely_on(target: str) -> None:
+    assert HOOKS[target] <= set(inspect.signature(_look_up(target)).parameters)
+
+
+@pytest.mark.parametrize("target", FIELDS)
+def test_configurations_have_the_fields_that_we_rely_on(target: str) -> None:
+    assert FIELDS[target] <= {field.name for field in dataclasses.fields(_look_up(target))}
+
+
+def test_a_layer_is_called_with_context_and_returns_it() -> None:
+    source = inspect.getsource(_look_up("megatron.core.transformer.transformer_block:TransformerBlock.forward"))
+    assert "hidden_states, context = layer(" in source
+    assert "context=context" in source
+
+
+def test_recompute_passes_context_as_a_tensor_argument() -> None:
+    source = inspect.getsource(_look_up("megatron.core.recompute:checkpointed_forward"))
+    assert "args = (hidden_states, attention_mask, context," in source
