@@ -61,8 +61,8 @@ def check_load(args: Namespace, exo: ExoConfig) -> None:
         if args.pretrained_checkpoint is not None:
             raise CheckpointError(f"--pretrained-checkpoint {args.pretrained_checkpoint} holds none; check the path")
         return
-    if any(folder.glob("mp_rank_*")):
-        return  # one file a rank, which states nothing about itself
+    if any(folder.glob("mp_rank_*")) and not (folder / "metadata.json").exists():
+        return  # Megatron's older format: one file a rank, and no index
     saved = read_saved_arguments(folder, read_index(folder))
     if differences := list(_model_differences(saved, args, exo)):
         raise CheckpointError(

@@ -18,6 +18,11 @@ from pathlib import Path
 
 from tests.ranks import leave
 
+MODEL = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
+"""The sizes of a model that trains in a moment."""
+RUN = "--micro-batch-size 2 --global-batch-size 8 --train-iters 4 --lr 1e-3 --eval-iters 1 --eval-interval 100"
+MOCK_DATA = "--mock-data --tokenizer-type NullTokenizer --vocab-size 64"
+
 _context = multiprocessing.get_context("forkserver")
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -29,6 +34,13 @@ class Outcome:
     status: int
     out: str
     err: str
+
+
+def one_line(err: str) -> str:
+    """The message on standard error, of which there is one and nothing else."""
+    assert err.startswith("error: "), err
+    assert err.count("\n") == 1, err
+    return err.removeprefix("error: ").rstrip("\n")
 
 
 def run_program(

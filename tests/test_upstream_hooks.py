@@ -45,6 +45,19 @@ HOOKS: dict[str, set[str]] = {
     "megatron.training.checkpointing:save_checkpoint": {"iteration", "model", "optimizer", "opt_param_scheduler"},
     "megatron.core.optimizer:get_megatron_optimizer": {"config", "model_chunks", "use_gloo_process_groups"},
     "megatron.core.optimizer.emerging_optimizers:_is_nonlinear_or_embedding": {"param"},
+    "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.sharded_param_state_fully_reshardable": {
+        "model_sharded_state_dict", "is_loading", "metadata"},
+    "megatron.core.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync.write_preloaded_data": {
+        "results_queue"},
+    "megatron.core.tensor_parallel.random:model_parallel_cuda_manual_seed": {"seed", "force_reset_rng"},
+    "megatron.training.arguments:parse_and_validate_args": {"extra_args_provider"},
+    "megatron.training.arguments:parse_args": {"extra_args_provider"},
+    "megatron.training.initialize:initialize_megatron": {"allow_no_cuda"},
+    "megatron.training.models.gpt:GPTModelBuilder.build_distributed_models": {
+        "pg_collection", "ddp_config", "data_parallel_random_init", "model_type"},
+    "megatron.training.vocab_utils:calculate_padded_vocab_size": {
+        "vocab_size", "make_vocab_size_divisible_by", "tensor_model_parallel_size", "logging_enabled"},
+    "megatron.core.transformer.torch_norm:LayerNormBuilder.__call__": {"config", "hidden_size", "eps"},
 }  # fmt: skip
 """Function → the names of parameters that we rely on."""
 
@@ -64,6 +77,29 @@ FIELDS: dict[str, set[str]] = {
 """Dataclass → the fields that we set or read."""
 
 
+REPLACEMENTS: dict[str, str] = {
+    "megatron_exo.model.attention:ExoSelfAttention.get_query_key_value_tensors": (
+        "megatron.core.transformer.attention:SelfAttention.get_query_key_value_tensors"
+    ),
+    "megatron_exo.model.backend:LocalBackend.layer_norm": (
+        "megatron.core.models.backends:LocalSpecProvider.layer_norm"
+    ),
+    "megatron_exo.model.core_attention:SDPACoreAttention.__init__": (
+        "megatron.core.transformer.attention:CoreAttentionBuilder.__call__"
+    ),
+    "megatron_exo.model.core_attention:SDPACoreAttention.forward": (
+        "megatron.core.transformer.attention:CoreAttentionInterface.forward"
+    ),
+    "megatron_exo.model.gpt:ExoGPTModel.compute_language_model_loss": (
+        "megatron.core.models.common.language_module.language_module:LanguageModule.compute_language_model_loss"
+    ),
+    "megatron_exo.builder:ExoModelBuilder.build_model": "megatron.training.models.gpt:GPTModelBuilder.build_model",
+    "megatron_exo.platform.cpu:fork_rng": "megatron.core.tensor_parallel.random:CudaRNGStatesTracker.fork",
+    "megatron_exo.platform.cpu:manual_seed": "torch.cuda:manual_seed",
+}
+"""What we put in the place of something of Megatron's or torch's → that."""
+
+
 def _look_up(target: str) -> Any:
     module, _, path = target.partition(":")
     found: Any = importlib.import_module(module)
@@ -80,6 +116,22 @@ def test_functions_take_the_parameters_that_we_rely_on(target: str) -> None:
 @pytest.mark.parametrize("target", FIELDS)
 def test_configurations_have_the_fields_that_we_rely_on(target: str) -> None:
     assert FIELDS[target] <= {field.name for field in dataclasses.fields(_look_up(target))}
+
+
+@pytest.mark.parametrize("ours", REPLACEMENTS)
+def test_what_replaces_a_function_takes_everything_that_it_takes(ours: str) -> None:
+    theirs = inspect.signature(_look_up(REPLACEMENTS[ours])).parameters
+    accepted = set(inspect.signature(_look_up(ours)).parameters)
+    assert {name for name in theirs if name != "self"} <= accepted
+
+
+def test_every_field_that_is_refused_exists() -> None:
+    # A guard on a field that was renamed would never refuse anything.
+    from megatron.core.transformer import TransformerConfig
+
+    from megatron_exo.model.config import _UNSUPPORTED
+
+    assert set(_UNSUPPORTED) <= {field.name for field in dataclasses.fields(TransformerConfig)}
 
 
 def test_a_layer_is_called_with_context_and_returns_it() -> None:

@@ -65,6 +65,7 @@ _SHOWN_BELOW = {
     "megatron.training.initialize:_initialize_distributed",
     "megatron.training.initialize:_set_random_seed",
     "megatron.training.training:set_jit_fusion_options",
+    "megatron.training.training:build_pretraining_data_loader",
 }
 
 
@@ -260,6 +261,19 @@ def test_drawing_in_a_fork_is_no_cause_for_a_warning(caplog: pytest.LogCaptureFi
         with original(tracker):
             torch.rand(1)
         assert "CPU RNG state changed" in caplog.text
+
+
+def test_starting_a_data_loader_leaves_the_generator_of_dropout_alone() -> None:
+    patch = next(patch for patch in PATCHES if patch.target.endswith(":build_pretraining_data_loader"))
+
+    def moved_by(build: Callable[[list[int]], Any]) -> bool:
+        before = torch.get_rng_state()
+        assert [batch.tolist() for batch in build([1, 2])] == [[1], [2]]
+        return not torch.equal(torch.get_rng_state(), before)
+
+    assert moved_by(torch.utils.data.DataLoader)
+    assert not moved_by(patch.replace(torch.utils.data.DataLoader))
+    assert patch.replace(lambda dataset: dataset)(None) is None  # an external loader, or none on this rank
 
 
 def test_functions_that_are_wrapped_already_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
