@@ -63,7 +63,7 @@ QUICK_CASES = [
 # Adam divides by the root of the second moment: where a gradient is rounding noise, so is the sign of the step. An
 # epsilon far above that noise keeps the comparison about the gradients.
 ADAM = {"optimizer": "adam", "lr": 1e-2, "adam_eps": 1e-3}
-STEPS = 3
+STEPS = 2
 
 
 def _batch() -> tuple[Tensor, Tensor]:

@@ -5,7 +5,6 @@ What trains here shows the platform at work: the local backend's norm and attent
 
 from __future__ import annotations
 
-import multiprocessing
 import shlex
 import sys
 from argparse import Namespace
@@ -107,8 +106,6 @@ def train(arguments: Sequence[str]) -> list[tuple[float, int]] | None:
     is_reporter = parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
     dist.barrier()
     dist.destroy_process_group()
-    for child in multiprocessing.active_children():  # the checkpoint writer's, which outlive a rank that just ends
-        child.terminate()
     return losses if is_reporter else None
 
 
