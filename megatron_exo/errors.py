@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import multiprocessing
 import os
 import sys
 import time
@@ -48,6 +49,8 @@ def leave(message: str, *, status: int = 1, only_here: bool = False) -> NoReturn
     if only_here or _is_connected():
         print(f"error: rank {os.environ.get('RANK', '0')}: {line}", file=sys.stderr, flush=True)
         # Other ranks may wait for this one in a collective, and threads of this one for them: leave without either.
+        for child in multiprocessing.active_children():  # a checkpoint's save leaves a manager behind
+            child.terminate()
         os._exit(status)
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"error: {line}", file=sys.stderr, flush=True)

@@ -162,8 +162,10 @@ def test_dynamic_outputs_belong_to_the_mixed_pathways_in_order(pathway: str) -> 
     assert difference(logits(exo, SIZES, state), logits(exo.replace(drop_anchor=pathway), SIZES, state)) <= TOLERANCE
 
 
-@pytest.mark.parametrize("control", ["qk-bias", "embedding-residual"])
-@pytest.mark.parametrize("granularity", ["scalar", "elementwise"])
+@pytest.mark.parametrize(
+    ("control", "granularity"),
+    [("qk-bias", "elementwise"), ("embedding-residual", "elementwise"), ("embedding-residual", "scalar")],
+)
 def test_a_control_at_zero_is_the_gated_model(control: str, granularity: str) -> None:
     exo = GATED.replace(control=control, granularity=granularity)
     state = random_state(exo, GROUPED)

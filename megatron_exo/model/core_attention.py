@@ -16,6 +16,8 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
+from megatron_exo.errors import UserError
+
 
 class SDPACoreAttention(torch.nn.Module):
     """Causal or explicitly masked attention with grouped queries; the same results as Megatron's local attention."""
@@ -39,7 +41,7 @@ class SDPACoreAttention(torch.nn.Module):
             (config.apply_query_key_layer_scaling, "query-key layer scaling"),
         ):
             if wanted:
-                raise ValueError(
+                raise UserError(
                     f"the local backend's attention does not support {what}; use --transformer-impl transformer_engine"
                 )
         self.attn_mask_type = attn_mask_type
@@ -69,7 +71,7 @@ class SDPACoreAttention(torch.nn.Module):
             [sq, b, heads / tp * head_dim].
         """
         if packed_seq_params is not None or attention_bias is not None:
-            raise ValueError(
+            raise UserError(
                 "the local backend's attention takes neither packed sequences (THD) nor an attention bias; "
                 "pass an attention mask, or use --transformer-impl transformer_engine"
             )
