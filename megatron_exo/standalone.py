@@ -203,6 +203,9 @@ class StandaloneModel:
         Returns:
             Whole-model name → float32, on one rank of each stage; ``None`` on the others.
         """
+        if self.ddp.overlap_param_gather:  # the next forward pass would gather what the last step updated
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)
         tensors = {}
         for name, shard in named_shards(self.chunks):
             value = getattr(shard, what, None)

@@ -121,9 +121,15 @@ def _assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor], what: str, 
         assert error < tolerance * tensor.norm() + 1e-6, f"{what} of {name} is off by {error:.1e}"
 
 
+def _cases(layout: Layout) -> list[str]:
+    """All, but that Megatron's overlapped reduction waits for the gradient of every parameter, and a model with
+    dropped terms, an intervention at inference, has parameters without."""
+    return [name for name in CASES if not (layout.overlap and name == "dropped terms")]
+
+
 def _params() -> list[Any]:
     return [pytest.param(layout, QUICK_CASES, id=f"{layout}-quick") for layout in QUICK_LAYOUTS] + [
-        pytest.param(layout, list(CASES), id=str(layout), marks=pytest.mark.slow) for layout in LAYOUTS
+        pytest.param(layout, _cases(layout), id=str(layout), marks=pytest.mark.slow) for layout in LAYOUTS
     ]
 
 
