@@ -28,10 +28,10 @@ from torch import Tensor
 from megatron_exo import platform
 from megatron_exo.builder import ExoModelBuilder, ExoModelConfig
 from megatron_exo.config import ExoConfig
-from megatron_exo.convert.shards import join, named_shards
 from megatron_exo.forward_step import reduce_loss
 from megatron_exo.inference import compute_logits, pipeline_keywords
 from megatron_exo.model.config import ExoTransformerConfig
+from megatron_exo.shards import join, named_shards
 
 Z_LOSS_WEIGHT = 1e-5
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from megatron_exo import standalone
 from megatron_exo.config import ExoConfig
-from megatron_exo.convert.shards import load_whole_state
 from megatron_exo.model.config import ExoTransformerConfig
+from megatron_exo.shards import load_whole_state
 from megatron_exo.standalone import Z_LOSS_WEIGHT, StandaloneModel
 from tests.plain_reference import PlainSizes
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from megatron_exo.config import ExoConfig
 from megatron_exo.convert.mapping import ModelSizes
 from megatron_exo.convert.reference import ReferenceCheckpoint, read_reference_checkpoint
-from megatron_exo.convert.shards import load_whole_state
 from megatron_exo.errors import UserError
 from megatron_exo.inference import compute_logits
+from megatron_exo.shards import load_whole_state
 from megatron_exo.startup import connect, understand
 
 

@@ -13,8 +13,8 @@ import math
 import torch
 from torch import Tensor
 
-from megatron_exo.convert.shards import cut, named_shards, whole_shape
 from megatron_exo.model.config import ExoTransformerConfig
+from megatron_exo.shards import cut, named_shards, whole_shape
 
 RECIPES = ("paper", "reference", "megatron")
 _ZERO_AT_START = ("self_attention.linear_proj.weight", "mlp.linear_fc2.weight", "output_layer.weight")

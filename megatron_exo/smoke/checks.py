@@ -20,7 +20,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from torch import Tensor
 
 from megatron_exo import platform
-from megatron_exo.convert.shards import load_whole_state, named_shards
+from megatron_exo.shards import load_whole_state, named_shards
 from megatron_exo.smoke.cases import RESUMED_STEPS, SIZES, STAGES, STEPS, Bounds, Case, Deviation, Result
 from megatron_exo.smoke.compare import largest_difference, largest_relative_error, number_of_changed, relative_error
 from megatron_exo.smoke.process import one_line

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from megatron.core.optimizer import emerging_optimizers
 
-from megatron_exo.convert.shards import named_shards
+from megatron_exo.shards import named_shards
 from megatron_exo.variants import VARIANTS
 from tests.layouts import Layout, Trainer
 from tests.plain_reference import PlainSizes, random_state

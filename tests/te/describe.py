@@ -23,8 +23,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_exo import builder, platform
-from megatron_exo.convert.shards import named_shards
 from megatron_exo.model.config import ExoTransformerConfig
+from megatron_exo.shards import named_shards
 from megatron_exo.variants import get_variant
 from tests.layouts import Layout, start_parallel_state, transformer_config
 from tests.te.cases import PLACES, SIZES, VARIANTS, WRONGLY_FUSED
