@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_exo.convert.mapping import check_state
 
-_EMBEDDING = "embedding.word_embeddings.weight"
+EMBEDDING = "embedding.word_embeddings.weight"
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _UNFUSED = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
@@ -81,7 +81,7 @@ def load_whole_state(chunks: Sequence[torch.nn.Module], state: Mapping[str, Tens
     """
     wanted = dict(named_shards(chunks))
     known = state if pipeline_size == 1 else {name: state[name] for name in wanted if name in state}
-    rows = state[_EMBEDDING].shape[0] if _EMBEDDING in state else None  # the padding is ours
+    rows = state[EMBEDDING].shape[0] if EMBEDDING in state else None  # the padding is ours
     check_state({name: whole_shape(name, shard, rows) for name, shard in wanted.items()}, known)
     for name, shard in wanted.items():
         shard.copy_(cut(name, state[name], shard))
@@ -99,7 +99,7 @@ def whole_shape(name: str, shard: Tensor, vocab_size: int | None = None) -> tupl
 
 
 def _is_vocabulary(name: str) -> bool:
-    return name in (_EMBEDDING, "output_layer.weight")
+    return name in (EMBEDDING, "output_layer.weight")
 
 
 def _is_swiglu(name: str) -> bool:

@@ -22,7 +22,7 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.utils import unwrap_model
+from megatron.core.utils import get_batch_on_this_cp_rank, unwrap_model
 from torch import Tensor
 
 from megatron_exo import platform
@@ -40,6 +40,7 @@ def start_parallel_state(
     tensor_model_parallel_size: int = 1,
     pipeline_model_parallel_size: int = 1,
     virtual_pipeline_model_parallel_size: int | None = None,
+    context_parallel_size: int = 1,
 ) -> None:
     """Megatron's process groups, once per process, and its random states, anew at each call.
 
@@ -51,6 +52,7 @@ def start_parallel_state(
             tensor_model_parallel_size,
             pipeline_model_parallel_size,
             virtual_pipeline_model_parallel_size,
+            context_parallel_size=context_parallel_size,
             create_gloo_process_groups=False,
         )
     model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
@@ -91,6 +93,7 @@ class StandaloneModel:
         vocab_size: tokens; the embedding is padded to a multiple of ``make_vocab_size_divisible_by`` times tp.
         seq_length: longest sequence.
         tied: whether the output layer is the embedding.
+        init_recipe: how matrices start, one of :data:`megatron_exo.model.initialization.RECIPES`.
     """
 
     def __init__(
@@ -102,6 +105,7 @@ class StandaloneModel:
         make_vocab_size_divisible_by: int = 128,
         rotary_base: int = 10000,
         tied: bool = False,
+        init_recipe: str = "paper",
         ddp: DistributedDataParallelConfig | None = None,
     ) -> None:
         self.config = config
@@ -119,6 +123,7 @@ class StandaloneModel:
             position_embedding_type="rope",
             rotary_base=rotary_base,
             share_embeddings_and_output_weights=tied,
+            init_recipe=init_recipe,
         )
         self.chunks = ExoModelBuilder(model_config).build_distributed_models(
             self.pg_collection,
@@ -145,7 +150,8 @@ class StandaloneModel:
         """Run one global batch in micro-batches.
 
         Args:
-            tokens: int64 [b, s], the same on every rank; data-parallel ranks take turns at its rows.
+            tokens: int64 [b, s], the same on every rank; data-parallel ranks take turns at its rows, and
+                context-parallel ranks share each sequence.
             labels: int64 [b, s].
 
         Returns:
@@ -161,8 +167,11 @@ class StandaloneModel:
         mine = [part[group.rank() :: group.size()].to(platform.device()) for part in (tokens, labels)]
         mine = [part.split(micro_batch_size) for part in mine]
 
-        def samples() -> Iterator[tuple[Tensor, Tensor]]:
-            return zip(*mine, strict=True)
+        def samples() -> Iterator[dict[str, Tensor]]:
+            for micro_tokens, micro_labels in zip(*mine, strict=True):
+                positions = torch.arange(tokens.shape[1], device=micro_tokens.device).expand_as(micro_tokens)
+                batch = {"tokens": micro_tokens, "labels": micro_labels, "positions": positions}
+                yield get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=self.pg_collection.cp)
 
         losses = get_forward_backward_func(
             self.config.pipeline_model_parallel_size, self.config.virtual_pipeline_model_parallel_size
@@ -180,7 +189,7 @@ class StandaloneModel:
             return None
         totals = {name: sum(entry[name] for entry in losses) for name in losses[0]}
         for total in totals.values():
-            dist.all_reduce(total, group=group)
+            dist.all_reduce(total, group=self.pg_collection.dp_cp)
         return {name: (total[0] / total[1]).item() for name, total in totals.items()}
 
     def logits(self, tokens: Tensor) -> Tensor | None:
@@ -203,16 +212,32 @@ class StandaloneModel:
         Returns:
             Whole-model name → float32, on one rank of each stage; ``None`` on the others.
         """
-        if self.ddp.overlap_param_gather:  # the next forward pass would gather what the last step updated
-            for chunk in self.chunks:
-                chunk.start_param_sync(force_sync=True)
+        if what == "main_grad" and self.ddp.use_distributed_optimizer:
+            self._gather_gradients()
+        if what == "data":
+            self.gather_parameters()
         tensors = {}
         for name, shard in named_shards(self.chunks):
             value = getattr(shard, what, None)
             if value is not None:
                 tensors[name] = join(name, value.detach().float(), shard).clone()
-        is_reporter = self.pg_collection.tp.rank() == 0 and self.pg_collection.dp.rank() == 0
+        is_reporter = self.pg_collection.tp.rank() == 0 and self.pg_collection.dp_cp.rank() == 0
         return tensors if is_reporter else None
+
+    def gather_parameters(self) -> None:
+        """After a step, make this rank's parameters whole where the next forward pass would do so."""
+        if self.ddp.overlap_param_gather:
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)
+
+    def _gather_gradients(self) -> None:
+        """Make the gradient buffers whole again, of which the distributed optimizer reduces one share for each rank."""
+        for chunk in self.chunks:
+            for buffer in chunk.buffers:
+                for bucket in buffer.buckets:
+                    group = buffer.data_parallel_group
+                    share = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+                    dist.all_gather_into_tensor(bucket.grad_data, share, group=group)
 
     def save(self, folder: Path) -> None:
         """Write model and optimizer as a checkpoint of ``megatron.core.dist_checkpointing``; ``folder`` must exist."""
@@ -253,9 +278,8 @@ class StandaloneModel:
         return values if len(values) > 1 else values[0]
 
 
-def _forward_step(data_iterator: Iterator[tuple[Tensor, Tensor]], model: torch.nn.Module) -> tuple[Tensor, Any]:
-    tokens, labels = next(data_iterator)
-    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    output = model(tokens, positions, None, labels=labels)
-    mask = torch.ones(labels.shape, device=labels.device)
+def _forward_step(data_iterator: Iterator[dict[str, Tensor]], model: torch.nn.Module) -> tuple[Tensor, Any]:
+    batch = next(data_iterator)
+    output = model(batch["tokens"], batch["positions"], None, labels=batch["labels"])
+    mask = torch.ones(batch["labels"].shape, device=output.device)
     return output, partial(reduce_loss, mask, z_loss_weight=Z_LOSS_WEIGHT)

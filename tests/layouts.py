@@ -29,19 +29,21 @@ class Layout:
     vpp: int = 1
     sp: bool = False
     dp: int = 1
+    cp: int = 1
     distributed_optimizer: bool = False
     overlap: bool = False
     bf16: bool = False
-    transformer: Mapping[str, Any] = field(default_factory=dict)
+    transformer: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @property
     def world_size(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.dp * self.cp
 
     def __str__(self) -> str:
         parts = [f"tp{self.tp}", f"pp{self.pp}"]
         parts += [f"vpp{self.vpp}"] if self.vpp > 1 else []
         parts += [f"dp{self.dp}"] if self.dp > 1 else []
+        parts += [f"cp{self.cp}"] if self.cp > 1 else []
         parts += [name for name in ("sp", "distributed_optimizer", "overlap", "bf16") if getattr(self, name)]
         parts += [f"{key}={value}" for key, value in self.transformer.items()]
         return "-".join(parts)
@@ -60,6 +62,7 @@ class Trainer(StandaloneModel):
         sizes: PlainSizes,
         layout: Layout,
         state: Mapping[str, Tensor] | None = None,
+        init_recipe: str = "paper",
         **optimizer: Any,
     ) -> None:
         start_parallel_state(layout)
@@ -71,6 +74,7 @@ class Trainer(StandaloneModel):
             make_vocab_size_divisible_by=16,
             rotary_base=int(sizes.rotary_base),
             tied=sizes.tied,
+            init_recipe=init_recipe,
             ddp=DistributedDataParallelConfig(
                 use_distributed_optimizer=layout.distributed_optimizer,
                 overlap_grad_reduce=layout.overlap,
@@ -86,7 +90,7 @@ class Trainer(StandaloneModel):
 
 
 def start_parallel_state(layout: Layout) -> None:
-    standalone.start_parallel_state(layout.tp, layout.pp, layout.vpp if layout.vpp > 1 else None)
+    standalone.start_parallel_state(layout.tp, layout.pp, layout.vpp if layout.vpp > 1 else None, layout.cp)
 
 
 def transformer_config(exo: ExoConfig, sizes: PlainSizes, layout: Layout) -> ExoTransformerConfig:
@@ -101,6 +105,7 @@ def transformer_config(exo: ExoConfig, sizes: PlainSizes, layout: Layout) -> Exo
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
         "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
+        "context_parallel_size": layout.cp,
         "sequence_parallel": layout.sp,
         "batch_p2p_comm": layout.vpp == 1,
         "overlap_p2p_comm": layout.vpp > 1,

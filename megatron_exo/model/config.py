@@ -78,8 +78,6 @@ class ExoTransformerConfig(TransformerConfig):
             yield f"ExoFormer uses RMSNorm, not {self.normalization}; pass --normalization RMSNorm"
         if self.add_bias_linear or self.add_qkv_bias:
             yield "ExoFormer's projections have no biases; pass --disable-bias-linear and leave out --add-qkv-bias"
-        if self.context_parallel_size > 1 and self.transformer_impl == "local":
-            yield "the local backend's attention has no context parallelism; use --transformer-impl transformer_engine"
         if self.cuda_graph_impl != "none":
             yield (
                 "CUDA graphs are not supported: the captured layer has no input for the anchor; "

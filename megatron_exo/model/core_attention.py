@@ -1,17 +1,20 @@
 """The local backend's core attention, over ``torch.nn.functional.scaled_dot_product_attention``.
 
-Megatron's own local attention keeps the [b, heads, s, s] probabilities; this one leaves the choice of a kernel that
-does not to torch, on CPUs and on GPUs.
+Megatron's own local attention keeps the [b, heads, s, s] probabilities and knows no context parallelism. This one
+leaves the choice of a kernel that keeps none to torch, on CPUs and on GPUs, and gathers keys and values over the
+context-parallel ranks.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, get_cuda_rng_tracker
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
@@ -35,7 +38,6 @@ class SDPACoreAttention(torch.nn.Module):
     ) -> None:
         super().__init__()
         for wanted, what in (
-            (config.context_parallel_size > 1, "context parallelism"),
             (config.window_size is not None, "sliding-window attention"),
             (config.softmax_type != "vanilla", f"softmax type {config.softmax_type!r}"),
             (config.apply_query_key_layer_scaling, "query-key layer scaling"),
@@ -48,6 +50,7 @@ class SDPACoreAttention(torch.nn.Module):
         self.softmax_scale = softmax_scale
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.sequence_parallel = config.sequence_parallel
+        self.cp_group = pg_collection.cp if pg_collection is not None and config.context_parallel_size > 1 else None
 
     def forward(
         self,
@@ -64,7 +67,8 @@ class SDPACoreAttention(torch.nn.Module):
         Args:
             query: [sq, b, heads / tp, head_dim].
             key, value: [sk, b, query groups / tp, head_dim]; with a cache sk > sq, and the queries are the last sq.
-            attention_mask: bool, broadcastable to [b, heads, sq, sk], true where attention is **forbidden**
+                With context parallelism each is this rank's part of the sequence, s / cp, and is gathered here.
+            attention_mask: bool, broadcastable to [b, heads, sq, all keys], true where attention is **forbidden**
                 (Megatron's convention). ``None`` with a causal mask type means causal.
 
         Returns:
@@ -75,37 +79,67 @@ class SDPACoreAttention(torch.nn.Module):
                 "the local backend's attention takes neither packed sequences (THD) nor an attention bias; "
                 "pass an attention mask, or use --transformer-impl transformer_engine"
             )
-        sq, sk = query.shape[0], key.shape[0]
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
-        allowed: Tensor | None = None
-        is_causal = False
-        if attention_mask is not None:
-            allowed = ~attention_mask
-        elif mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal):
-            if sq == sk:
-                is_causal = sq > 1
-            elif sq > 1:  # a chunk of queries at the end of a cache
+        is_causal = attention_mask is None and mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal)
+        allowed = None if attention_mask is None else ~attention_mask
+        if self.cp_group is None:
+            return self._attend(query, key, value, allowed, is_causal)
+
+        if key.shape[0] != query.shape[0]:
+            raise UserError(
+                "a key-value cache cannot be used with context parallelism on the local backend; "
+                "generate with --context-parallel-size 1"
+            )
+        key, value = gather_context(torch.stack([key, value], dim=1), self.cp_group).unbind(1)
+        if not is_causal:
+            return self._attend(query, key, value, allowed, is_causal=False)
+        # Each of this rank's two chunks of queries sees the keys up to its own end.
+        size, rank = self.cp_group.size(), self.cp_group.rank()
+        attended = []
+        for chunk, number in zip(query.chunk(2), (rank, 2 * size - 1 - rank), strict=True):
+            end = (number + 1) * chunk.shape[0]
+            attended.append(self._attend(chunk, key[:end], value[:end], None, is_causal=True))
+        return torch.cat(attended)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, is_causal: bool) -> Tensor:
+        """Attention of queries that, where it is causal, are the last of the keys' positions; shapes as in forward."""
+        sq, sk = query.shape[0], key.shape[0]
+        if is_causal and sq != sk:
+            is_causal = False
+            if sq > 1:
                 allowed = torch.ones(sq, sk, dtype=torch.bool, device=query.device).tril(sk - sq)
 
         # [s, b, n, d] -> [b, n, s, d]
         query, key, value = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         dropout = self.dropout if self.training else 0.0
-
-        def attend() -> Tensor:
-            return F.scaled_dot_product_attention(
+        # Heads differ over the tensor-parallel ranks, so must the draws.
+        draws = get_cuda_rng_tracker().fork() if dropout > 0.0 and not self.sequence_parallel else nullcontext()
+        with draws:
+            attended = F.scaled_dot_product_attention(
                 query,
                 key,
                 value,
                 attn_mask=allowed,
                 dropout_p=dropout,
-                is_causal=is_causal,
+                is_causal=is_causal and sq > 1,
                 scale=self.softmax_scale,
                 enable_gqa=query.shape[1] != key.shape[1],
             )
-
-        if dropout > 0.0 and not self.sequence_parallel:
-            with get_cuda_rng_tracker().fork():  # heads differ over the tensor-parallel ranks, so must the draws
-                attended = attend()
-        else:
-            attended = attend()
         return attended.permute(2, 0, 1, 3).flatten(2)
+
+
+def gather_context(part: Tensor, cp_group: dist.ProcessGroup) -> Tensor:
+    """The whole sequence from each context-parallel rank's part; gradients are summed over the ranks.
+
+    Megatron cuts a sequence into 2·cp chunks and gives rank r the chunks r and 2·cp-1-r, so that causal attention
+    costs every rank the same.
+
+    Args:
+        part: [s / cp, ...], the two chunks of this rank.
+
+    Returns:
+        [s, ...] in the order of the positions.
+    """
+    gathered = gather_from_sequence_parallel_region(part, tensor_parallel_output_grad=True, group=cp_group)
+    first, second = gathered.unflatten(0, (cp_group.size(), 2, -1)).unbind(1)
+    return torch.cat([first.flatten(0, 1), second.flip(0).flatten(0, 1)])

@@ -28,12 +28,13 @@ def _on_cpu(value: Any) -> Any:
 
 
 def redirect_device_argument(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a tensor factory: its ``device`` never is CUDA."""
+    """Wrap a tensor factory: its ``device`` never is CUDA, and its memory is not pinned, which takes a CUDA driver."""
 
     @functools.wraps(original)
     def redirected(*args: Any, **kwargs: Any) -> Any:
         if "device" in kwargs:
             kwargs["device"] = _on_cpu(kwargs["device"])
+        kwargs.pop("pin_memory", None)
         return original(*args, **kwargs)
 
     return redirected

@@ -57,7 +57,6 @@ GUARDS: list[tuple[dict[str, Any], str]] = [
     ({"normalization": "LayerNorm"}, "uses RMSNorm, not LayerNorm; pass --normalization RMSNorm"),
     ({"add_bias_linear": True}, "have no biases; pass --disable-bias-linear and leave out --add-qkv-bias"),
     ({"add_qkv_bias": True}, "have no biases"),
-    ({"context_parallel_size": 2}, "local backend's attention has no context parallelism; use --transformer-impl"),
     ({"cuda_graph_impl": "local"}, "CUDA graphs are not supported.* use --cuda-graph-impl none"),
     ({"cuda_graph_impl": "transformer_engine"}, "CUDA graphs are not supported"),
     ({"transformer_impl": "inference_optimized"}, "'inference_optimized' is not supported; use local or transformer_e"),

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from megatron.core.models.common.embeddings.rope_utils import get_pos_emb_on_this_cp_rank
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer import TransformerConfig
@@ -185,10 +187,65 @@ def test_dropout_draws_from_the_state_of_the_tensor_parallel_rank(sequence_paral
     assert run_on_ranks(1, _dropout, sequence_parallel) == [(True, True, not sequence_parallel)]
 
 
+CONTEXT_PARALLEL = {
+    "multi-head": Case(queries=16, keys=16),
+    "grouped queries": Case(groups=2, queries=16, keys=16),
+    "documents": Case(groups=2, queries=16, keys=16, documents=(5, 11)),
+    "no mask": Case(queries=16, keys=16, mask_type=AttnMaskType.no_mask),
+}
+
+
+def _on_context_parallel_ranks(size: int, cases: dict[str, Case]) -> dict[str, list[Tensor]]:
+    """This rank's part of the output and of the gradients of Q, K and V."""
+    start_parallel_state(Layout(cp=size))
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    results = {}
+    for name, case in cases.items():
+        config = _config(num_query_groups=case.groups, context_parallel_size=size)
+        attention = SDPACoreAttention(config, 1, case.mask_type, "self", pg_collection=groups)
+        *wholes, mask = case.inputs()
+        parts = [_my_chunks(whole.detach(), 0, groups.cp).requires_grad_() for whole in wholes]
+        output = attention(*parts, None if mask is None else _my_chunks(mask, 2, groups.cp))
+        cotangent = torch.randn(case.queries, *output.shape[1:], generator=torch.Generator().manual_seed(13))
+        (output * _my_chunks(cotangent, 0, groups.cp)).sum().backward()
+        results[name] = [output.detach(), *(part.grad for part in parts)]
+    return results
+
+
+def _my_chunks(whole: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """What Megatron gives this rank of a sequence."""
+    return get_pos_emb_on_this_cp_rank(whole, dim, group)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_context_parallel_ranks_compute_their_parts_of_the_whole_sequences_attention(size: int) -> None:
+    ranks = run_on_ranks(size, _on_context_parallel_ranks, size, CONTEXT_PARALLEL)
+    for name, case in CONTEXT_PARALLEL.items():
+        attention = _attention(_config(num_query_groups=case.groups), case.mask_type)
+        for number, whole in enumerate(_results(attention, case)):
+            chunks = whole.chunk(2 * size)
+            for rank, result in enumerate(ranks):
+                mine = torch.cat([chunks[rank], chunks[2 * size - 1 - rank]])
+                torch.testing.assert_close(result[name][number], mine, rtol=3e-6, atol=3e-6)
+
+
+def _decode_with_context_parallelism() -> str:
+    start_parallel_state(Layout(cp=2))
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    query, key, value, _ = Case(queries=1, keys=7).inputs()
+    config = _config(context_parallel_size=2)
+    with pytest.raises(ValueError, match="a key-value cache cannot be used with context parallelism") as refused:
+        SDPACoreAttention(config, 1, AttnMaskType.causal, "self", pg_collection=groups)(query, key, value, None)
+    return str(refused.value)
+
+
+def test_a_cache_with_context_parallelism_is_refused() -> None:
+    assert "generate with --context-parallel-size 1" in run_on_ranks(2, _decode_with_context_parallelism)[0]
+
+
 @pytest.mark.parametrize(
     ("fields", "what"),
     [
-        ({"context_parallel_size": 2}, "context parallelism"),
         ({"window_size": (4, 0)}, "sliding-window attention"),
         ({"softmax_type": "learnable"}, "softmax type 'learnable'"),
         ({"apply_query_key_layer_scaling": True}, "query-key layer scaling"),

@@ -34,6 +34,7 @@ LAYOUTS = [
     Layout(tp=4),
     Layout(pp=2, transformer=UNEVEN),
     Layout(pp=3),
+    Layout(cp=2),
     Layout(tp=2, pp=2, sp=True, transformer=UNEVEN),
 ]
 QUICK = [LAYOUTS[0], LAYOUTS[-1]]

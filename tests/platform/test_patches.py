@@ -108,6 +108,7 @@ def test_tensors_made_on_cuda_are_on_the_cpu(name: str, active_platform: None) -
     for device in ("meta", torch.device("meta")):
         assert factory(argument, device=device).device.type == "meta"
     assert factory(argument, device=None).device.type == "cpu"
+    assert not factory(argument, device="cpu", pin_memory=True).is_pinned()
 
 
 def test_modules_and_tensors_stay_where_they_are(active_platform: None) -> None:

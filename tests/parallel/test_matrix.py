@@ -1,0 +1,128 @@
+"""Every layout of ranks trains the same model: from the same seed, each point of the matrix is the single process.
+
+What is compared, and how closely, is in ``matrix.py``. `--all` runs every layout on one to four ranks and some on
+eight; the quick tier a subset in which every value of every axis occurs.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import pytest
+
+from tests.layouts import Layout, merge
+from tests.parallel.matrix import (
+    CASES,
+    RECOMPUTE,
+    difference_of_tensors,
+    differences,
+    gathered,
+    layouts,
+    reductions,
+    run_bf16,
+    run_long,
+    run_points,
+)
+from tests.ranks import run_on_ranks
+
+ALL = list(layouts(range(1, 5)))
+QUICK: dict[Layout, list[str]] = {
+    Layout(tp=2, sp=True, pp=2, vpp=2): ["dynamic", "internal", "gqa"],
+    Layout(dp=2, cp=2): ["static", "h1"],
+    Layout(pp=4): ["static", "h1"],
+    Layout(tp=4): ["internal"],
+}
+ON_EIGHT: dict[Layout, list[str]] = {
+    Layout(tp=2, sp=True, pp=2, dp=2): ["dynamic"],
+    Layout(pp=2, vpp=2, dp=2, cp=2): ["h1"],
+    Layout(tp=4, sp=True, cp=2): ["gqa"],
+}
+LONG = {Layout(tp=2, sp=True, pp=2), Layout(dp=2, cp=2)}
+"""Layouts of the quick tier for the longer runs."""
+BF16_TOLERANCE = 0.02
+"""Of a gradient in bf16 against fp32: the norm of the difference, relative; rounding to 8 bits leaves about 0.01."""
+
+
+@lru_cache
+def single(num_layers: int) -> dict[tuple[str, str], dict[str, Any]]:
+    """The single process, the model being as deep as on a layout with so many chunks."""
+    return run_on_ranks(1, run_points, Layout(), list(CASES), ["all-reduce"], None, num_layers)[0]
+
+
+def _params() -> list[Any]:
+    quick = [pytest.param(layout, cases, id=f"{layout}-quick") for layout, cases in QUICK.items()]
+    everything = {layout: list(CASES) for layout in ALL} | ON_EIGHT
+    return quick + [
+        pytest.param(layout, cases, id=str(layout), marks=pytest.mark.slow) for layout, cases in everything.items()
+    ]
+
+
+@pytest.mark.parametrize(("layout", "cases"), _params())
+def test_losses_gradients_and_parameters_are_the_single_processs(layout: Layout, cases: list[str]) -> None:
+    ranks = run_on_ranks(layout.world_size, run_points, layout, cases, reductions(layout), timeout_s=900)
+    assert ranks[0].keys() == {(case, way) for case in cases for way in reductions(layout)}
+    for case, way in ranks[0]:
+        reference = single(max(4, layout.pp * layout.vpp))[case, "all-reduce"]
+        found = differences(gathered(ranks, (case, way)), reference)
+        assert not found, f"{case}, {way}: {len(found)} differences: {'; '.join(found[:5])}"
+
+
+def test_the_quick_layouts_have_every_value_of_every_axis() -> None:
+    for axis in ("tp", "sp", "pp", "vpp", "dp", "cp"):
+        assert {getattr(layout, axis) for layout in QUICK} == {getattr(layout, axis) for layout in ALL}, axis
+    assert {case for cases in QUICK.values() for case in cases} == CASES.keys()
+    assert any(len(reductions(layout)) == 3 for layout in QUICK)
+
+
+def test_every_parameter_has_a_gradient_to_compare_under_every_recompute_mode() -> None:
+    for (case, _), result in single(4).items():
+        modes = [step[step.index("(") + 1 : -1] for step in result["gradients"]]
+        assert set(modes) == RECOMPUTE.keys()
+        for (step, gradients), mode in zip(result["gradients"].items(), modes, strict=True):
+            assert gradients.keys() == result["parameters"].keys(), f"{case}, {step}"
+            for name, gradient in gradients.items():
+                # The last matrix of dynamic mixing starts at zero, and hides the one before it for a step.
+                is_hidden = "dynamic_mixing.fc1" in name and step.startswith("step 0")
+                assert bool(gradient.any()) is not is_hidden, f"{case}, {mode}: {name}"
+
+
+def _of_layouts(quick: set[Layout]) -> list[Any]:
+    several = [layout for layout in ALL if layout.world_size > 1]
+    return [pytest.param(lay, id=str(lay), marks=[] if lay in quick else pytest.mark.slow) for lay in several]
+
+
+@lru_cache
+def _single_long(num_layers: int) -> list[float]:
+    return run_on_ranks(1, run_long, Layout(), num_layers)[0][0]
+
+
+@pytest.mark.parametrize("layout", _of_layouts(LONG))
+def test_the_ordinary_adam_follows_one_curve_and_copies_stay_equal_to_the_bit(layout: Layout) -> None:
+    results = run_on_ranks(layout.world_size, run_long, layout, timeout_s=600)
+    losses = next(losses for losses, _ in results if losses[0] is not None)
+    assert losses == pytest.approx(_single_long(max(4, layout.pp * layout.vpp)), rel=1e-5)
+    copies: dict[tuple[str, int | None], list[str]] = {}
+    for _, digests in results:
+        for key, digest in digests.items():
+            copies.setdefault(key, []).append(digest)
+    assert any(len(digests) > 1 for digests in copies.values())
+    drifted = [key for key, digests in copies.items() if len(set(digests)) > 1]
+    assert not drifted, f"copies differ after 20 steps: {drifted}"
+
+
+@pytest.mark.parametrize("layout", _of_layouts(LONG))
+def test_bf16_under_fp32_masters_is_within_its_bound_of_fp32(layout: Layout) -> None:
+    results = run_on_ranks(layout.world_size, run_bf16, layout, list(CASES), timeout_s=600)
+    for case in CASES:
+        fp32 = single(max(4, layout.pp * layout.vpp))[case, "all-reduce"]
+        parts = [result[case] for result in results]
+        loss = next(loss for loss, _ in parts if loss is not None)
+        assert loss == pytest.approx(fp32["losses"]["step 0 (none)"], rel=1e-3), case
+        found = difference_of_tensors(
+            merge([gradients for _, gradients in parts]),
+            fp32["gradients"]["step 0 (none)"],
+            BF16_TOLERANCE,
+            floor=0.01 * BF16_TOLERANCE,
+        )
+        assert not found, f"{case}: {found[:5]}"
