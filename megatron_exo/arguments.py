@@ -25,6 +25,7 @@ from megatron_exo.config import (
     ExoConfigError,
 )
 from megatron_exo.errors import leave
+from megatron_exo.model.config import WIRES
 from megatron_exo.model.initialization import RECIPES
 from megatron_exo.variants import VARIANTS, get_variant
 
@@ -73,6 +74,13 @@ def add_exo_arguments(parser: ArgumentParser) -> ArgumentParser:
         help="initial weights, the same for every layout of ranks: the paper's (residual projections, head and the "
         "last matrix of dynamic mixing at zero), the author's code's (that matrix drawn), or Megatron's "
         "(default: %(default)s)",
+    )
+    group.add_argument(
+        "--exo-wire",
+        choices=WIRES,
+        default="anchors",
+        help="what pipeline stages send beside the hidden states: the anchors, or the hidden states that they are made "
+        "of, with a copy of the anchor's matrices on each stage; see docs/parallelism.md (default: %(default)s)",
     )
     group.add_argument(
         "--exo-z-loss-weight",

@@ -27,14 +27,20 @@ _UNFUSED = {
 
 
 def named_shards(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """The parameters of this rank's (possibly wrapped) chunks under their whole-model names."""
+    """The parameters of this rank's (possibly wrapped) chunks under their whole-model names.
+
+    A copy, such as of the anchor on a later pipeline stage, has its original's name and ``shared`` set.
+    """
     for chunk in unwrap_model(list(chunks)):
         layers = chunk.decoder.layers
         for name, parameter in chunk.named_parameters():
             match = _LAYER.match(name)
             if match:
                 rest = name[match.end() :]
-                name = f"decoder.layers.{layers[int(match[1])].layer_number - 1}.{_UNFUSED.get(rest, rest)}"
+                number = layers[int(match[1])].layer_number
+                if rest.startswith("anchor."):
+                    number = chunk.config.exo.source_layer
+                name = f"decoder.layers.{number - 1}.{_UNFUSED.get(rest, rest)}"
             yield name, parameter
 
 

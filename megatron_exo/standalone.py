@@ -210,7 +210,8 @@ class StandaloneModel:
         """Copies of the whole parameters (``"data"``) or gradients (``"main_grad"``) of this pipeline stage.
 
         Returns:
-            Whole-model name → float32, on one rank of each stage; ``None`` on the others.
+            Whole-model name → float32, on one rank of each stage; ``None`` on the others. Copies of what another
+            stage has are left out.
         """
         if what == "main_grad" and self.ddp.use_distributed_optimizer:
             self._gather_gradients()
@@ -219,7 +220,7 @@ class StandaloneModel:
         tensors = {}
         for name, shard in named_shards(self.chunks):
             value = getattr(shard, what, None)
-            if value is not None:
+            if value is not None and not getattr(shard, "shared", False):
                 tensors[name] = join(name, value.detach().float(), shard).clone()
         is_reporter = self.pg_collection.tp.rank() == 0 and self.pg_collection.dp_cp.rank() == 0
         return tensors if is_reporter else None

@@ -33,6 +33,7 @@ class Layout:
     distributed_optimizer: bool = False
     overlap: bool = False
     bf16: bool = False
+    wire: str = "anchors"
     transformer: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @property
@@ -45,6 +46,7 @@ class Layout:
         parts += [f"dp{self.dp}"] if self.dp > 1 else []
         parts += [f"cp{self.cp}"] if self.cp > 1 else []
         parts += [name for name in ("sp", "distributed_optimizer", "overlap", "bf16") if getattr(self, name)]
+        parts += [f"wire-{self.wire}"] if self.wire != "anchors" else []
         parts += [f"{key}={value}" for key, value in self.transformer.items()]
         return "-".join(parts)
 
@@ -107,6 +109,7 @@ def transformer_config(exo: ExoConfig, sizes: PlainSizes, layout: Layout) -> Exo
         "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
         "context_parallel_size": layout.cp,
         "sequence_parallel": layout.sp,
+        "exo_wire": layout.wire,
         "batch_p2p_comm": layout.vpp == 1,
         "overlap_p2p_comm": layout.vpp > 1,
     }

@@ -70,6 +70,18 @@ class ExogenousAnchor(_Anchor):
         return self._normalise_and_join(self.layout.unpack_groups(packed, self.pathways))
 
 
+def share_over_stages(anchor: torch.nn.Module, *, is_original: bool) -> None:
+    """Mark parameters of which each pipeline stage has a copy, so that Megatron keeps the copies the same.
+
+    Their gradients are summed over the stages (``pipeline_parallel``), after the distributed optimizer has reduced
+    them in buckets of their own, cut alike on every stage (``shared_embedding``); norms count the original alone.
+    """
+    for parameter in anchor.parameters():
+        parameter.pipeline_parallel = True  # type: ignore[attr-defined]
+        parameter.shared_embedding = True  # type: ignore[attr-defined]
+        parameter.shared = not is_original  # type: ignore[attr-defined]
+
+
 class InternalAnchor(_Anchor):
     """S_anc = layer 1's own projections ("NuResFormer", ResFormer): Q and K after its QK-norm, V and G normed here."""
 

@@ -13,6 +13,8 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron_exo.config import ExoConfig, ExoConfigError
 from megatron_exo.model.projections import HeadLayout
 
+WIRES = ("anchors", "source")
+
 
 @dataclass
 class ExoTransformerConfig(TransformerConfig):
@@ -25,11 +27,13 @@ class ExoTransformerConfig(TransformerConfig):
         ExoConfigError: one line that says what is not supported, why, and what to use instead.
     """
 
-    if TYPE_CHECKING:
-        attention_output_gate: bool  # a field of the base class, which mypy does not see
+    if TYPE_CHECKING:  # fields of the base class, which mypy does not see
+        attention_output_gate: bool
 
     exo: ExoConfig = field(default_factory=ExoConfig)
     """The point on the axes of variation (SPEC of the paper's variants: :mod:`megatron_exo.variants`)."""
+    exo_wire: str = "anchors"
+    """What pipeline stages send beside the hidden states, one of :data:`WIRES`; it changes no result."""
 
     def __post_init__(self) -> None:
         if self.attention_output_gate and not self.exo.has_gate:
@@ -53,6 +57,8 @@ class ExoTransformerConfig(TransformerConfig):
         super().__post_init__()
         for problem in self._problems():
             raise ExoConfigError(problem)
+        # Megatron sums the gradients of parameters marked ``pipeline_parallel`` over the stages.
+        self.has_cond_embedder = self.wires_source
 
     @property
     def head_layout(self) -> HeadLayout:
@@ -65,6 +71,11 @@ class ExoTransformerConfig(TransformerConfig):
     def anchor_width(self) -> int:
         """Channels of the joined anchor over all tensor-parallel ranks."""
         return self.head_layout.total_width(self.exo.pathways)
+
+    @property
+    def wires_source(self) -> bool:
+        """Whether stages send the anchor's source and each makes the anchor itself."""
+        return self.exo_wire == "source" and self.exo.is_exogenous and self.pipeline_model_parallel_size > 1
 
     def _problems(self) -> Iterator[str]:
         """Every other reason why this configuration cannot be built, the most basic first."""
@@ -85,6 +96,8 @@ class ExoTransformerConfig(TransformerConfig):
             )
         if self.transformer_impl not in ("local", "transformer_engine"):
             yield f"transformer_impl {self.transformer_impl!r} is not supported; use local or transformer_engine"
+        if self.exo_wire not in WIRES:
+            yield f"exo_wire {self.exo_wire!r} is not one of {', '.join(WIRES)}"
         if exo.source_layer is None:
             return
         if self.distribute_saved_activations:
@@ -95,13 +108,41 @@ class ExoTransformerConfig(TransformerConfig):
                     "fp32 residual connections cannot share the wire between stages with anchors; "
                     "leave out --fp32-residual-connection"
                 )
-            for pp_rank, vp_stage in self._chunks_without_layers():
+            for pp_rank, vp_stage, layers in self._layers_of_chunks():
+                if layers:
+                    continue
                 yield (
                     f"pipeline stage {pp_rank} (virtual stage {vp_stage}) has no decoder layer, and anchors are handed "
                     "on by layers; give every stage at least one"
                 )
+            if self.exo_wire == "source":
+                yield from self._source_wire_problems()
 
-    def _chunks_without_layers(self) -> Iterator[tuple[int, int]]:
+    def _source_wire_problems(self) -> Iterator[str]:
+        if self.exo.anchor == "internal":
+            yield (
+                "--exo-wire source does not go with an internal anchor: it is made in layer 1's attention, which "
+                "later stages do not have; use --exo-wire anchors"
+            )
+        if (self.virtual_pipeline_model_parallel_size or 1) > 1:
+            yield (
+                "--exo-wire source does not go with virtual pipeline stages: a rank would hold several copies of the "
+                "anchor's matrices under one name in its checkpoint; use --exo-wire anchors"
+            )
+        if self.use_mup:
+            yield (
+                "--exo-wire source does not go with --use-mup: Megatron would scale the anchor's copies like "
+                "embeddings; use --exo-wire anchors"
+            )
+        first = next(self._layers_of_chunks())[2]
+        if self.exo.is_exogenous and first < self.exo.source_layer:  # type: ignore[operator]
+            yield (
+                f"--exo-wire source needs the anchor's source, layer {self.exo.source_layer}, on the first pipeline "
+                f"stage, which has {first} layer; use --exo-wire anchors or fewer stages"
+            )
+
+    def _layers_of_chunks(self) -> Iterator[tuple[int, int, int]]:
+        """Pipeline stage, virtual stage and number of decoder layers of every chunk, in the order of the model."""
         for vp_stage in range(self.virtual_pipeline_model_parallel_size or 1):
             for pp_rank in range(self.pipeline_model_parallel_size):
                 layout = self.pipeline_model_parallel_layout
@@ -110,8 +151,7 @@ class ExoTransformerConfig(TransformerConfig):
                 else:
                     virtual = vp_stage if self.virtual_pipeline_model_parallel_size else None
                     layers = get_num_layers_to_build(self, virtual, pp_rank)
-                if layers == 0:
-                    yield pp_rank, vp_stage
+                yield pp_rank, vp_stage, layers
 
 
 _UNSUPPORTED = {

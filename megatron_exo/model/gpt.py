@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,9 +29,22 @@ class ExoGPTModel(GPTModel):
         self.register_load_state_dict_post_hook(_do_not_miss_state_of_norms)
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> ShardedStateDict:
-        """Without the empty states of norms, so that every backend loads every other's checkpoints."""
+        """Megatron's, but every backend loads every other's checkpoints, and every wire every other's.
+
+        The empty states of norms are left out, and copies of the anchor go by the name of the original.
+        """
         state = super().sharded_state_dict(*args, **kwargs)
+        for number, layer in enumerate(self.decoder.layers):
+            if layer.anchor is not None and not layer.is_source:
+                for name in state:
+                    if f"decoder.layers.{number}.anchor." in name:
+                        state[name] = self._copy_of_original(state[name], layer.layer_number - 1)
         return {name: part for name, part in state.items() if not name.endswith(_STATE_OF_NORMS)}
+
+    def _copy_of_original(self, part: Any, layer: int) -> Any:
+        original = f"layers.{self.config.exo.source_layer - 1}.anchor."
+        key = part.key.replace(f"layers.{layer}.anchor.", original)
+        return replace(part, key=key, replica_id=(self.pg_collection.pp.rank(), *part.replica_id[1:]))
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """Per-token losses.

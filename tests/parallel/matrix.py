@@ -64,6 +64,13 @@ def layouts(world_sizes: range) -> Iterator[Layout]:
             yield layout
 
 
+def layouts_with_source_wire(world_sizes: range) -> Iterator[Layout]:
+    """The layouts whose stages may send the anchor's source instead of the anchor."""
+    for layout in layouts(world_sizes):
+        if layout.pp > 1 and layout.vpp == 1:
+            yield dataclasses.replace(layout, wire="source")
+
+
 def reductions(layout: Layout) -> list[str]:
     """Ways to reduce gradients that differ on this layout."""
     return list(REDUCTIONS) if layout.dp * layout.cp > 1 else ["all-reduce"]

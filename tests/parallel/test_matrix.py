@@ -19,6 +19,7 @@ from tests.parallel.matrix import (
     differences,
     gathered,
     layouts,
+    layouts_with_source_wire,
     reductions,
     run_bf16,
     run_long,
@@ -27,18 +28,22 @@ from tests.parallel.matrix import (
 from tests.ranks import run_on_ranks
 
 ALL = list(layouts(range(1, 5)))
+SOURCE_WIRE = list(layouts_with_source_wire(range(1, 5)))
+WITH_SOURCE = [case for case in CASES if case != "internal"]
+"""The internal anchor has no source that could travel."""
 QUICK: dict[Layout, list[str]] = {
     Layout(tp=2, sp=True, pp=2, vpp=2): ["dynamic", "internal", "gqa"],
     Layout(dp=2, cp=2): ["static", "h1"],
     Layout(pp=4): ["static", "h1"],
     Layout(tp=4): ["internal"],
+    Layout(pp=2, dp=2, wire="source"): ["h1"],
 }
 ON_EIGHT: dict[Layout, list[str]] = {
     Layout(tp=2, sp=True, pp=2, dp=2): ["dynamic"],
     Layout(pp=2, vpp=2, dp=2, cp=2): ["h1"],
     Layout(tp=4, sp=True, cp=2): ["gqa"],
 }
-LONG = {Layout(tp=2, sp=True, pp=2), Layout(dp=2, cp=2)}
+LONG = {Layout(tp=2, sp=True, pp=2, wire="source"), Layout(dp=2, cp=2)}
 """Layouts of the quick tier for the longer runs."""
 BF16_TOLERANCE = 0.02
 """Of a gradient in bf16 against fp32: the norm of the difference, relative; rounding to 8 bits leaves about 0.01."""
@@ -52,7 +57,7 @@ def single(num_layers: int) -> dict[tuple[str, str], dict[str, Any]]:
 
 def _params() -> list[Any]:
     quick = [pytest.param(layout, cases, id=f"{layout}-quick") for layout, cases in QUICK.items()]
-    everything = {layout: list(CASES) for layout in ALL} | ON_EIGHT
+    everything = {layout: list(CASES) for layout in ALL} | dict.fromkeys(SOURCE_WIRE, WITH_SOURCE) | ON_EIGHT
     return quick + [
         pytest.param(layout, cases, id=str(layout), marks=pytest.mark.slow) for layout, cases in everything.items()
     ]
@@ -69,8 +74,9 @@ def test_losses_gradients_and_parameters_are_the_single_processs(layout: Layout,
 
 
 def test_the_quick_layouts_have_every_value_of_every_axis() -> None:
-    for axis in ("tp", "sp", "pp", "vpp", "dp", "cp"):
-        assert {getattr(layout, axis) for layout in QUICK} == {getattr(layout, axis) for layout in ALL}, axis
+    for axis in ("tp", "sp", "pp", "vpp", "dp", "cp", "wire"):
+        values = {getattr(layout, axis) for layout in ALL + SOURCE_WIRE}
+        assert {getattr(layout, axis) for layout in QUICK} == values, axis
     assert {case for cases in QUICK.values() for case in cases} == CASES.keys()
     assert any(len(reductions(layout)) == 3 for layout in QUICK)
 
@@ -88,7 +94,7 @@ def test_every_parameter_has_a_gradient_to_compare_under_every_recompute_mode() 
 
 
 def _of_layouts(quick: set[Layout]) -> list[Any]:
-    several = [layout for layout in ALL if layout.world_size > 1]
+    several = [layout for layout in ALL + SOURCE_WIRE if layout.world_size > 1]
     return [pytest.param(lay, id=str(lay), marks=[] if lay in quick else pytest.mark.slow) for lay in several]
 
 
@@ -113,8 +119,9 @@ def test_the_ordinary_adam_follows_one_curve_and_copies_stay_equal_to_the_bit(la
 
 @pytest.mark.parametrize("layout", _of_layouts(LONG))
 def test_bf16_under_fp32_masters_is_within_its_bound_of_fp32(layout: Layout) -> None:
-    results = run_on_ranks(layout.world_size, run_bf16, layout, list(CASES), timeout_s=600)
-    for case in CASES:
+    cases = WITH_SOURCE if layout.wire == "source" else list(CASES)
+    results = run_on_ranks(layout.world_size, run_bf16, layout, cases, timeout_s=600)
+    for case in cases:
         fp32 = single(max(4, layout.pp * layout.vpp))[case, "all-reduce"]
         parts = [result[case] for result in results]
         loss = next(loss for loss, _ in parts if loss is not None)
