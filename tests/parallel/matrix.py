@@ -22,7 +22,7 @@ from megatron_exo.variants import VARIANTS
 from tests.layouts import Layout, Trainer, merge
 from tests.plain_reference import PlainSizes
 
-MHA = PlainSizes(num_layers=4, vocab_size=50)  # a vocabulary that every tensor-parallel size pads differently
+MHA = PlainSizes(num_layers=4, vocab_size=70)  # padded to 80, 96 and 128 rows at tensor-parallel size 1, 2 and 4
 GQA = dataclasses.replace(MHA, num_attention_heads=8, num_query_groups=4)
 CASES: dict[str, tuple[ExoConfig, PlainSizes]] = {
     "static": (VARIANTS["e-exoformer"].exo, MHA),

@@ -14,9 +14,16 @@ from tests.layouts import Layout, Trainer, merge, transformer_config
 from tests.plain_reference import PlainSizes
 from tests.ranks import run_on_ranks
 
-SIZES = PlainSizes(num_layers=4, vocab_size=50)  # not a multiple of anything: each layout pads it differently
+SIZES = PlainSizes(num_layers=4, vocab_size=70)  # padded to 80, 96 and 128 rows at tensor-parallel size 1, 2 and 4
 NAMES = ["dynamic-e-exoformer", "e-exoformer-h1", "s-nuresformer"]
-LAYOUTS = [Layout(tp=2, sp=True), Layout(pp=2, vpp=2), Layout(tp=2, pp=2), Layout(tp=4)]
+LAYOUTS = [
+    Layout(tp=2, sp=True),
+    Layout(pp=2, vpp=2),
+    Layout(tp=2, pp=2),
+    Layout(tp=4),
+    Layout(dp=2, distributed_optimizer=True),
+    Layout(cp=2),
+]
 
 
 def _initial(layout: Layout, names: list[str]) -> dict[str, dict[str, Tensor] | None]:
