@@ -38,11 +38,16 @@ QUICK: dict[Layout, list[str]] = {
     Layout(tp=4): ["internal"],
     Layout(pp=2, dp=2, wire="source"): ["h1"],
 }
+UNEVEN: dict[Layout, list[str]] = {
+    Layout(pp=2, transformer={"pipeline_model_parallel_layout": "Ettt|tL"}): ["dynamic", "h1", "internal"],
+    Layout(pp=2, wire="source", transformer={"pipeline_model_parallel_layout": "Et|tttL"}): ["dynamic", "h1"],
+}
 ON_EIGHT: dict[Layout, list[str]] = {
     Layout(tp=2, sp=True, pp=2, dp=2): ["dynamic"],
     Layout(pp=2, vpp=2, dp=2, cp=2): ["h1"],
     Layout(tp=4, sp=True, cp=2): ["gqa"],
 }
+BY_FOURS = [layout for layout in ALL + SOURCE_WIRE if layout.world_size == 4]
 LONG = {Layout(tp=2, sp=True, pp=2, wire="source"), Layout(dp=2, cp=2)}
 """Layouts of the quick tier for the longer runs."""
 BF16_TOLERANCE = 0.02
@@ -57,7 +62,8 @@ def single(num_layers: int) -> dict[tuple[str, str], dict[str, Any]]:
 
 def _params() -> list[Any]:
     quick = [pytest.param(layout, cases, id=f"{layout}-quick") for layout, cases in QUICK.items()]
-    everything = {layout: list(CASES) for layout in ALL} | dict.fromkeys(SOURCE_WIRE, WITH_SOURCE) | ON_EIGHT
+    everything = {layout: list(CASES) for layout in ALL} | dict.fromkeys(SOURCE_WIRE, WITH_SOURCE)
+    everything |= UNEVEN | ON_EIGHT
     return quick + [
         pytest.param(layout, cases, id=str(layout), marks=pytest.mark.slow) for layout, cases in everything.items()
     ]
@@ -94,8 +100,9 @@ def test_every_parameter_has_a_gradient_to_compare_under_every_recompute_mode() 
 
 
 def _of_layouts(quick: set[Layout]) -> list[Any]:
-    several = [layout for layout in ALL + SOURCE_WIRE if layout.world_size > 1]
-    return [pytest.param(lay, id=str(lay), marks=[] if lay in quick else pytest.mark.slow) for lay in several]
+    return [
+        pytest.param(layout, id=str(layout), marks=[] if layout in quick else pytest.mark.slow) for layout in BY_FOURS
+    ]
 
 
 @lru_cache
