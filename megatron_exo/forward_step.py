@@ -16,11 +16,14 @@ from torch import Tensor
 _BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
 
-def get_batch(data_iterator: Iterator[dict[str, Tensor]], vp_stage: int | None) -> tuple[Tensor | None, ...]:
+def get_batch(
+    data_iterator: Iterator[dict[str, Tensor]], vp_stage: int | None, micro_batch_size: int | None = None
+) -> tuple[Tensor | None, ...]:
     """Tokens, labels, loss mask, attention mask and position ids of this rank.
 
     All [b, s / cp], or ``None`` where this pipeline stage does not need them; the attention mask is ``None`` unless
-    the loader makes one. The first tensor-parallel rank reads, the others receive.
+    the loader makes one. The first tensor-parallel rank reads, the others receive. ``micro_batch_size`` is that of
+    training unless given.
     """
     args = get_args()
     first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
@@ -41,7 +44,7 @@ def get_batch(data_iterator: Iterator[dict[str, Tensor]], vp_stage: int | None) 
         broadcast_group=parallel_state.get_tensor_model_parallel_group(),
         cp_size=args.context_parallel_size,
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-        micro_batch_size=args.micro_batch_size,
+        micro_batch_size=micro_batch_size or args.micro_batch_size,
         seq_length=args.seq_length,
         mtp_on_this_rank=False,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
@@ -96,10 +99,12 @@ def forward_step(
     data_iterator: Iterator[dict[str, Tensor]], model: torch.nn.Module
 ) -> tuple[Tensor, Callable[..., Any]]:
     """Megatron's forward step: the model's output and how to reduce it."""
-    timers = get_timers()
+    args, timers = get_args(), get_timers()
     timers("batch-generator", log_level=2).start()
     tokens, labels, loss_mask, attention_mask, position_ids = get_batch(
-        data_iterator, get_attr_wrapped_model(model, "vp_stage")
+        data_iterator,
+        get_attr_wrapped_model(model, "vp_stage"),
+        args.micro_batch_size if model.training else args.eval_micro_batch_size,
     )
     timers("batch-generator").stop()
     output = model(tokens, position_ids, attention_mask, labels=labels)

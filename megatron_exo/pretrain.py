@@ -6,10 +6,15 @@ pipeline stages, and shows a person what a person needs to see.
 
 from __future__ import annotations
 
+from argparse import Namespace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from megatron_exo import platform
 from megatron_exo.errors import one_line_errors
+
+if TYPE_CHECKING:
+    from megatron_exo.startup import Start
 
 
 def main() -> None:
@@ -27,6 +32,7 @@ def _run() -> None:
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
     from megatron_exo import console
+    from megatron_exo.data.full_validation import full_validation_datasets_provider
     from megatron_exo.data.provider import check_data_arguments, train_valid_test_datasets_provider
     from megatron_exo.forward_step import forward_step
     from megatron_exo.inference import pipeline_keywords
@@ -43,16 +49,46 @@ def _run() -> None:
         check_storage(start.args, start.exo, start.vocab_size)
         if args.rank == 0:
             out.say(format_plan(training_plan(start)))
+        _count_operations_as_planned(start)
+        datasets_provider: Any = train_valid_test_datasets_provider
+        if start.args.full_validation:  # from here on our datasets' matter, and hidden from Megatron
+            datasets_provider, start.args.full_validation = full_validation_datasets_provider, False
         pg_collection = connect()
         pretrain(
             pretrain_cfg_container_from_args(start.args, start.model_config),
-            train_valid_test_datasets_provider,
+            datasets_provider,
             ModelType.encoder_or_decoder,
             forward_step,
             **pipeline_keywords(start.model_config.transformer, pg_collection),
         )
         dist.barrier()
         dist.destroy_process_group()
+
+
+def _count_operations_as_planned(start: Start) -> None:
+    """Make Megatron's throughput (``--log-throughput``, ``--log-progress``) and running totals count as the plan does.
+
+    Megatron's formula knows neither anchor nor mixing, and counts the padding of the vocabulary, which grows with the
+    tensor-parallel size. No argument replaces it, so its name in the training loop is bound to our count here: not
+    among the patches of the platform, which hold for every program, since this one belongs to the model of this run.
+    """
+    from megatron.training import training
+
+    from megatron_exo.accounting import training_flops_per_token
+    from megatron_exo.startup import model_sizes
+
+    per_token = training_flops_per_token(start.exo, model_sizes(start.args, start.vocab_size))
+
+    def num_floating_point_operations(
+        args: Namespace,
+        batch_size: int,
+        seqlen_squared_sum_in_batch: float | None = None,
+        total_real_tokens_in_batch: float | None = None,
+    ) -> int:
+        """Of one training step of ``batch_size`` sequences; the others are ``None`` unless sequences are packed."""
+        return batch_size * args.seq_length * per_token
+
+    training.num_floating_point_operations = num_floating_point_operations
 
 
 if __name__ == "__main__":

@@ -58,6 +58,12 @@ HOOKS: dict[str, set[str]] = {
     "megatron.training.vocab_utils:calculate_padded_vocab_size": {
         "vocab_size", "make_vocab_size_divisible_by", "tensor_model_parallel_size", "logging_enabled"},
     "megatron.core.transformer.torch_norm:LayerNormBuilder.__call__": {"config", "hidden_size", "eps"},
+    "megatron.training.training:num_floating_point_operations": {
+        "args", "batch_size", "seqlen_squared_sum_in_batch", "total_real_tokens_in_batch"},
+    "megatron.core.inference.model_inference_wrappers.abstract_model_inference_wrapper:"
+    "AbstractModelInferenceWrapper._allocate_recv_buffer": {"batch_size", "seq_len"},
+    "megatron.core.inference.model_inference_wrappers.abstract_model_inference_wrapper:"
+    "AbstractModelInferenceWrapper._forward": {"inference_input"},
 }  # fmt: skip
 """Function → the names of parameters that we rely on."""
 
@@ -68,7 +74,8 @@ FIELDS: dict[str, set[str]] = {
         "fused_single_qkv_rope", "cuda_graph_impl", "transformer_impl"},
     "megatron.core.datasets.gpt_dataset:GPTDatasetConfig": {
         "random_seed", "sequence_length", "blend", "blend_per_split", "split", "tokenizer", "path_to_cache",
-        "reset_position_ids", "reset_attention_mask", "eod_mask_loss", "create_attention_mask"},
+        "reset_position_ids", "reset_attention_mask", "eod_mask_loss", "create_attention_mask",
+        "drop_last_partial_validation_sequence"},
     "megatron.training.models.gpt:GPTModelConfig": {"transformer", "vocab_size", "should_pad_vocab", "seq_length"},
     "megatron.core.transformer.transformer_layer:TransformerLayerSubmodules": {
         "input_layernorm", "self_attention", "self_attn_bda", "pre_mlp_layernorm", "mlp", "mlp_bda",
@@ -143,3 +150,22 @@ def test_a_layer_is_called_with_context_and_returns_it() -> None:
 def test_recompute_passes_context_as_a_tensor_argument() -> None:
     source = inspect.getsource(_look_up("megatron.core.recompute:checkpointed_forward"))
     assert "args = (hidden_states, attention_mask, context," in source
+
+
+@pytest.mark.parametrize("caller", ["train", "training_log"])
+def test_operations_are_counted_by_a_function_of_the_training_module(caller: str) -> None:
+    # Under this name the program puts its own count.
+    source = inspect.getsource(_look_up(f"megatron.training.training:{caller}"))
+    assert "num_floating_point_operations(\n" in source
+
+
+def test_a_data_loader_finds_the_batch_sizes_of_evaluation_by_the_split_of_its_dataset() -> None:
+    source = inspect.getsource(_look_up("megatron.training.datasets.data_samplers:build_pretraining_data_loader"))
+    assert "split = dataset.split" in source
+    assert "is_eval = split in (Split.valid, Split.test)" in source
+
+
+def test_the_masks_of_a_dataset_are_cached_if_an_attribute_says_so_and_padding_is_a_token() -> None:
+    source = inspect.getsource(_look_up("megatron.core.datasets.gpt_dataset:GPTDataset"))
+    assert "not self.masks_and_position_ids_are_cacheable" in source
+    assert "loss_mask[labels == self._pad_token_id] = 0.0" in source

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,17 @@ def check_data_arguments(args: Namespace, tokenizer: Any) -> None:
     """Check every dataset of the command line against the files and the tokenizer, before the model is built.
 
     Raises:
-        DatasetError: nothing to train on, a missing or damaged dataset, one made with another tokenizer, or one with
-            too few documents for its ``--split``.
+        DatasetError: nothing to train on, a missing or damaged dataset, one made with another tokenizer, one with too
+            few documents for its ``--split``, or validation sets that are no whole set.
     """
+    if args.multiple_validation_sets:
+        raise DatasetError(
+            "--multiple-validation-sets is not supported: Megatron's losses of them depend on the layout of ranks; "
+            "evaluate a checkpoint on each set with --skip-train, --valid-data-path and --full-validation"
+        )
     if args.mock_data:
+        if args.full_validation:
+            raise DatasetError("--full-validation with --mock-data, which has no end; pass --eval-iters instead")
         return
     try:
         blend, blend_per_split = get_blend_and_blend_per_split(args)
@@ -38,11 +45,26 @@ def check_data_arguments(args: Namespace, tokenizer: Any) -> None:
     prefixes = shared or _prefixes(blend_per_split or [])
     if not prefixes:
         raise DatasetError(NO_DATA)
+    if args.full_validation:
+        _check_full_validation(args, blend or blend_per_split[1])
     for prefix in prefixes:
         report = check_dataset(prefix, vocab_size=tokenizer.vocab_size)
         check_sidecar(prefix, args.tokenizer_type, args.tokenizer_model, tokenizer.vocab_size)
         if shared:
             _check_split(prefix, report.sequences, args.split)
+
+
+def _check_full_validation(args: Namespace, blend: tuple[list[str], list[float] | None] | None) -> None:
+    """Refuse what whole validation sets cannot be made of; ``blend`` is what they come from."""
+    if blend is not None and blend[1] is not None:
+        raise DatasetError(
+            "--full-validation counts every token once, but the validation data has weights; "
+            "name its prefixes without weights, by themselves in --valid-data-path"
+        )
+    if args.dataloader_type != "single":
+        raise DatasetError(
+            f"--full-validation reads the set in order; leave out --dataloader-type {args.dataloader_type}"
+        )
 
 
 def _prefixes(blends: Iterable[tuple[list[str], list[float] | None] | None]) -> list[Path]:
@@ -74,14 +96,36 @@ def train_valid_test_datasets_provider(num_samples: list[int], vp_stage: int | N
     Raises:
         DatasetError: the index of the samples cannot be written beside the data.
     """
+    return build_datasets(num_samples, vp_stage, GPTDataset)
+
+
+train_valid_test_datasets_provider.is_distributed = True  # type: ignore[attr-defined]  # each rank opens the files
+
+
+def build_datasets(
+    num_samples: Sequence[int | None], vp_stage: int | None, dataset_class: type[GPTDataset], **config: Any
+) -> tuple[Any, Any, Any]:
+    """The train, validation and test datasets of the command line; ``None`` where this stage reads no data.
+
+    Args:
+        num_samples: at least so many samples of each, in several epochs if need be; ``None`` for one epoch.
+        dataset_class: what they are built of, unless the command line asks for mock data.
+        config: ``GPTDatasetConfig`` fields beside those that follow from the command line.
+
+    Raises:
+        DatasetError: the index of the samples cannot be written beside the data.
+    """
     args = get_args()
-    config = gpt_dataset_config(args, get_tokenizer())
-    dataset_class = MockGPTDataset if args.mock_data else GPTDataset
 
     def needed_on_this_rank() -> bool:
         return is_first_or_last_pipeline_stage(vp_stage)
 
-    builder = BlendedMegatronDatasetBuilder(dataset_class, num_samples, needed_on_this_rank, config)
+    builder = BlendedMegatronDatasetBuilder(
+        MockGPTDataset if args.mock_data else dataset_class,
+        num_samples,
+        needed_on_this_rank,
+        gpt_dataset_config(args, get_tokenizer(), **config),
+    )
     try:
         train, valid, test = builder.build()
     except Exception as error:
@@ -95,11 +139,8 @@ def train_valid_test_datasets_provider(num_samples: list[int], vp_stage: int | N
     return train, valid, test
 
 
-train_valid_test_datasets_provider.is_distributed = True  # type: ignore[attr-defined]  # each rank opens the files
-
-
-def gpt_dataset_config(args: Namespace, tokenizer: Any) -> GPTDatasetConfig:
-    """Megatron's dataset configuration for a parsed command line."""
+def gpt_dataset_config(args: Namespace, tokenizer: Any, **config: Any) -> GPTDatasetConfig:
+    """Megatron's dataset configuration for a parsed command line, and further fields of it."""
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     return GPTDatasetConfig(
         random_seed=args.seed,
@@ -107,8 +148,6 @@ def gpt_dataset_config(args: Namespace, tokenizer: Any) -> GPTDatasetConfig:
         blend=blend,
         blend_per_split=blend_per_split,
         split=args.split,
-        multiple_validation_sets=args.multiple_validation_sets,
-        full_validation=args.full_validation,
         num_dataset_builder_threads=args.num_dataset_builder_threads,
         path_to_cache=args.data_cache_path,
         mmap_bin_files=args.mmap_bin_files,
@@ -117,4 +156,5 @@ def gpt_dataset_config(args: Namespace, tokenizer: Any) -> GPTDatasetConfig:
         reset_attention_mask=args.reset_attention_mask,
         eod_mask_loss=args.eod_mask_loss,
         create_attention_mask=args.create_attention_mask_in_dataloader,
+        **config,
     )
