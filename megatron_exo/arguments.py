@@ -76,6 +76,12 @@ def add_exo_arguments(parser: ArgumentParser) -> ArgumentParser:
         "(default: %(default)s)",
     )
     group.add_argument(
+        "--tie-embeddings-and-output-weights",
+        dest="untie_embeddings_and_output_weights",
+        action="store_false",
+        help="one matrix for both, instead of two as in the paper",
+    )
+    group.add_argument(
         "--exo-wire",
         choices=WIRES,
         default="anchors",

@@ -24,6 +24,8 @@ class Layout:
     context_parallel_size: int = 1
     data_parallel_size: int = 1
     sequence_parallel: bool = False
+    wire: str = "anchors"
+    """What pipeline stages send beside the hidden states (:data:`megatron_exo.model.config.WIRES`)."""
 
     @property
     def world_size(self) -> int:
@@ -49,6 +51,7 @@ class Plan:
     """Sequences per step."""
     micro_batch_size: int
     train_iters: int
+    """0 where a model is only evaluated."""
     optimizer: str
     """For example ``adam, lr 0.003, WSD``."""
     device: str
@@ -125,6 +128,8 @@ def _parameters(plan: Plan) -> str:
 
 
 def _training(plan: Plan) -> str:
+    if not plan.train_iters:
+        return "none, evaluation only"
     tokens = plan.global_batch_size * plan.sizes.seq_length
     return (
         f"{plan.train_iters:,} steps of {tokens:,} tokens ({plan.global_batch_size} sequences of "
@@ -138,6 +143,8 @@ def _compute(plan: Plan) -> str:
         f"{part.replace('_', ' ')} {forward[part] / sum(forward.values()):.2%}" for part in _EXO_PARTS if forward[part]
     )
     per_token = training_flops_per_token(plan.exo, plan.sizes)
+    if not plan.train_iters:
+        return f"{sum(forward.values()) / 1e9:.3g} GFLOP per token, forward{f' ({shares})' if shares else ''}"
     total = per_token * plan.train_iters * plan.global_batch_size * plan.sizes.seq_length
     of_which = f" ({shares})" if shares else ""
     return f"{per_token / 1e9:.3g} GFLOP per token, forward and backward{of_which}; {total:.2e} FLOP in all"
@@ -149,6 +156,8 @@ def _layout(plan: Plan) -> str:
     pipeline = f"pp {layout.pipeline_model_parallel_size}"
     if layout.virtual_pipeline_model_parallel_size is not None:
         pipeline += f" (vpp {layout.virtual_pipeline_model_parallel_size})"
+    if layout.pipeline_model_parallel_size > 1 and layout.wire == "source":
+        pipeline += ", the anchor's source between stages"
     micro_batches = math.ceil(plan.global_batch_size / (plan.micro_batch_size * layout.data_parallel_size))
     return (
         f"{tensor}, {pipeline}, cp {layout.context_parallel_size}, dp {layout.data_parallel_size}: "

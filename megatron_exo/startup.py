@@ -68,6 +68,8 @@ def understand() -> Start:
     preview()
     with _megatrons_refusals():
         args = parse_and_validate_args(add_exo_arguments)
+    if args.skip_train and not (args.train_iters or args.train_samples):
+        args.train_iters = 1  # Megatron prepares a training set all the same
     exo, tokenizer = exo_config_from_args(args), get_tokenizer()
     vocab_size = max(tokenizer.vocab_size, args.vocab_size or 0)
     args.padded_vocab_size = calculate_padded_vocab_size(
@@ -145,11 +147,12 @@ def training_plan(start: Start) -> Plan:
             context_parallel_size=args.context_parallel_size,
             data_parallel_size=args.data_parallel_size,
             sequence_parallel=args.sequence_parallel,
+            wire=args.exo_wire,
         ),
         global_batch_size=args.global_batch_size,
         micro_batch_size=args.micro_batch_size,
-        train_iters=args.train_iters or args.train_samples // args.global_batch_size,
-        optimizer=f"{args.optimizer}, lr {args.lr:g}, {args.lr_decay_style}",
+        train_iters=0 if args.skip_train else args.train_iters or args.train_samples // args.global_batch_size,
+        optimizer="none" if args.skip_train else f"{args.optimizer}, lr {args.lr:g}, {args.lr_decay_style}",
         device=f"{device} ({args.distributed_backend})",
         precision="bf16, fp32 masters" if args.bf16 else "fp16, fp32 masters" if args.fp16 else "fp32",
         transformer_impl=args.transformer_impl,

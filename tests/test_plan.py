@@ -68,6 +68,19 @@ def test_the_compute_line_has_the_shares_of_what_the_variant_adds() -> None:
     assert f"GFLOP per token, forward and backward ({shares});" in one_line(PLAN)
 
 
+def test_a_model_that_is_only_evaluated_has_no_training_in_its_plan() -> None:
+    text = one_line(dataclasses.replace(PLAN, train_iters=0, optimizer="none"))
+    assert "training none, evaluation only" in text
+    assert f"compute {sum(flops_per_token(PLAN.exo, SIZES).values()) / 1e9:.3g} GFLOP per token, forward (" in text
+    assert "in all" not in text
+
+
+def test_what_travels_between_stages_is_named_where_it_is_not_the_anchor() -> None:
+    layout = dataclasses.replace(PLAN.layout, virtual_pipeline_model_parallel_size=None, wire="source")
+    assert "pp 4, the anchor's source between stages, cp 1" in one_line(dataclasses.replace(PLAN, layout=layout))
+    assert "between stages" not in one_line(PLAN)
+
+
 def test_a_point_without_a_name_or_figures_claims_none() -> None:
     text = one_line(dataclasses.replace(PLAN, exo=ExoConfig(anchor="h0", pathways="v")))
     assert "no name in the paper: gate none, anchor h0, mixes V" in text

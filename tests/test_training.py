@@ -94,3 +94,14 @@ def test_megatrons_tensorboard_logging_works(tmp_path: Path) -> None:
     events.Reload()
     assert len(events.Scalars("lm loss")) == 6
     assert len(events.Scalars("z loss")) == 6
+
+
+def test_a_checkpoint_is_evaluated_without_naming_a_schedule(tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    _train(saved, 1, "--save-interval", "6")
+    evaluation = ["--skip-train", "--load", str(saved), "--micro-batch-size", "2", "--global-batch-size", "8"]
+    evaluation += "--eval-iters 1 --eval-interval 1 --num-workers 0 --save-interval 100".split() + ["--save", str(tmp_path / "evaluated")]
+    run_on_ranks(1, _pretrain, [*MODEL, *evaluation], process_group=False)
+    text = (tmp_path / "evaluated" / "logs" / "rank-0.log").read_text()
+    assert "none, evaluation only" in text
+    assert "validation loss" in text

@@ -125,15 +125,6 @@ def pretrain(arguments: Sequence[str]) -> None:
     main()
 
 
-def pretrain_tied(arguments: Sequence[str]) -> None:
-    """With the embedding as output layer, which Megatron's command line has no word for."""
-    from megatron_exo import arguments as of_ours
-
-    defaults = of_ours.megatron_defaults
-    of_ours.megatron_defaults = lambda: defaults() | {"untie_embeddings_and_output_weights": False}
-    pretrain(arguments)
-
-
 def pretrain_counting_padding(arguments: Sequence[str]) -> None:
     """With a fault: the last evaluation batch is filled up with samples that count."""
     from megatron_exo.data.full_validation import PaddedPasses
@@ -228,13 +219,14 @@ def test_the_gradient_norm_is_that_of_one_process(run_on: RunOn, layout: str) ->
     assert run_on(layout).scalars("grad-norm") == pytest.approx(expected, rel=TOLERANCE)
 
 
+TIE = "--tie-embeddings-and-output-weights"
 TIED = {SINGLE: (1, ""), "pp2": (2, PP), "dp2": (2, f"{DP} --micro-batch-size 1")}
 
 
 @pytest.fixture(scope="module")
 def run_tied_on(start: Start) -> RunOn:
     """The run of a model with tied embeddings on one of :data:`TIED`, with evaluation on drawn samples."""
-    return lambda name: start(TIED[name][0], f"--eval-iters 2 {TIED[name][1]}", pretrain_tied)
+    return lambda name: start(TIED[name][0], f"{TIE} --eval-iters 2 {TIED[name][1]}")
 
 
 @pytest.mark.parametrize("layout", ["pp2", "dp2"])
