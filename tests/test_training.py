@@ -100,7 +100,8 @@ def test_a_checkpoint_is_evaluated_without_naming_a_schedule(tmp_path: Path) -> 
     saved = tmp_path / "saved"
     _train(saved, 1, "--save-interval", "6")
     evaluation = ["--skip-train", "--load", str(saved), "--micro-batch-size", "2", "--global-batch-size", "8"]
-    evaluation += "--eval-iters 1 --eval-interval 1 --num-workers 0 --save-interval 100".split() + ["--save", str(tmp_path / "evaluated")]
+    evaluation += "--eval-iters 1 --eval-interval 1 --num-workers 0 --save-interval 100".split()
+    evaluation += ["--save", str(tmp_path / "evaluated")]
     run_on_ranks(1, _pretrain, [*MODEL, *evaluation], process_group=False)
     text = (tmp_path / "evaluated" / "logs" / "rank-0.log").read_text()
     assert "none, evaluation only" in text
