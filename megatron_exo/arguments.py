@@ -95,6 +95,13 @@ def add_exo_arguments(parser: ArgumentParser) -> ArgumentParser:
         help="weight of the mean squared log-partition in the loss (default: %(default)s)",
     )
     group.add_argument(
+        "--exo-replay",
+        metavar="FILE",
+        default=None,
+        help="train one iteration from --load on the batch that ended a run (SAVE/not-finite), and name the module "
+        "whose output is the first that is not finite; saves nothing",
+    )
+    group.add_argument(
         "--exo-log",
         choices=("short", "full"),
         default="short",
@@ -190,6 +197,7 @@ def megatron_defaults() -> dict[str, object]:
         "calculate_per_token_loss": True,  # every token weighs the same, whatever micro-batch it is in
         "create_attention_mask_in_dataloader": False,
         "dist_ckpt_optim_fully_reshardable": True,
+        "rerun_mode": "disabled",  # a NaN ends the run at once, with its batch saved (nonfinite.py)
         "distributed_backend": platform.communication_backend(),
         "transformer_impl": default_transformer_impl(),
     }

@@ -13,17 +13,20 @@ from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_ran
 from megatron.training import get_args, get_timers
 from torch import Tensor
 
+from megatron_exo.nonfinite import step_batches
+
+_SPIKE = 10
+"""How many times the largest loss so far makes a spike, as Megatron's own training programs have it."""
 _BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
 
 def get_batch(
-    data_iterator: Iterator[dict[str, Tensor]], vp_stage: int | None, micro_batch_size: int | None = None
+    data_iterator: Iterator[dict[str, Tensor]], vp_stage: int | None, *, training: bool
 ) -> tuple[Tensor | None, ...]:
     """Tokens, labels, loss mask, attention mask and position ids of this rank.
 
     All [b, s / cp], or ``None`` where this pipeline stage does not need them; the attention mask is ``None`` unless
-    the loader makes one. The first tensor-parallel rank reads, the others receive. ``micro_batch_size`` is that of
-    training unless given.
+    the loader makes one. The first tensor-parallel rank reads, the others receive.
     """
     args = get_args()
     first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
@@ -34,6 +37,8 @@ def get_batch(
     if parallel_state.get_tensor_model_parallel_rank() == 0:
         device = torch.cuda.current_device()
         read = next(data_iterator)
+        if training:
+            step_batches.note(args.curr_iteration, read)
         batch = {key: read[key].to(device, non_blocking=True) if key in read else None for key in _BATCH_KEYS}
     batch = get_batch_on_this_tp_rank(
         batch,
@@ -44,7 +49,7 @@ def get_batch(
         broadcast_group=parallel_state.get_tensor_model_parallel_group(),
         cp_size=args.context_parallel_size,
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-        micro_batch_size=micro_batch_size or args.micro_batch_size,
+        micro_batch_size=args.micro_batch_size if training else args.eval_micro_batch_size,
         seq_length=args.seq_length,
         mtp_on_this_rank=False,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
@@ -92,6 +97,15 @@ def loss_func(loss_mask: Tensor | None, output: Tensor) -> tuple[Tensor, Tensor,
                 tolerance=0.0,
                 fatal=True,
             )
+    if args.check_for_spiky_loss:
+        machine = get_rerun_state_machine()
+        machine.validate_result(
+            result=loss / num_tokens.clamp(min=1),
+            rejection_func=partial(machine.is_unexpectedly_large, threshold=_SPIKE, context="loss"),
+            message="spiky loss",
+            tolerance=0.0,
+            fatal=False,
+        )
     return loss, num_tokens, logged
 
 
@@ -99,12 +113,10 @@ def forward_step(
     data_iterator: Iterator[dict[str, Tensor]], model: torch.nn.Module
 ) -> tuple[Tensor, Callable[..., Any]]:
     """Megatron's forward step: the model's output and how to reduce it."""
-    args, timers = get_args(), get_timers()
+    timers = get_timers()
     timers("batch-generator", log_level=2).start()
     tokens, labels, loss_mask, attention_mask, position_ids = get_batch(
-        data_iterator,
-        get_attr_wrapped_model(model, "vp_stage"),
-        args.micro_batch_size if model.training else args.eval_micro_batch_size,
+        data_iterator, get_attr_wrapped_model(model, "vp_stage"), training=model.training
     )
     timers("batch-generator").stop()
     output = model(tokens, position_ids, attention_mask, labels=labels)

@@ -31,11 +31,12 @@ def _run() -> None:
     from megatron.training import pretrain
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
-    from megatron_exo import console
+    from megatron_exo import console, replay
     from megatron_exo.data.full_validation import full_validation_datasets_provider
     from megatron_exo.data.provider import check_data_arguments, train_valid_test_datasets_provider
     from megatron_exo.forward_step import forward_step
     from megatron_exo.inference import pipeline_keywords
+    from megatron_exo.nonfinite import batch_saved_when_not_finite
     from megatron_exo.plan import format_plan
     from megatron_exo.startup import check_storage, connect, preview, training_plan, understand
 
@@ -53,14 +54,18 @@ def _run() -> None:
         datasets_provider: Any = train_valid_test_datasets_provider
         if start.args.full_validation:  # from here on our datasets' matter, and hidden from Megatron
             datasets_provider, start.args.full_validation = full_validation_datasets_provider, False
+        step = forward_step
+        if start.args.exo_replay is not None:
+            datasets_provider, step = replay.prepare(start.args), replay.naming_the_module(forward_step)
         pg_collection = connect()
-        pretrain(
-            pretrain_cfg_container_from_args(start.args, start.model_config),
-            datasets_provider,
-            ModelType.encoder_or_decoder,
-            forward_step,
-            **pipeline_keywords(start.model_config.transformer, pg_collection),
-        )
+        with batch_saved_when_not_finite(start.args, Path(args.save or ".") / "not-finite"):
+            pretrain(
+                pretrain_cfg_container_from_args(start.args, start.model_config),
+                datasets_provider,
+                ModelType.encoder_or_decoder,
+                step,
+                **pipeline_keywords(start.model_config.transformer, pg_collection),
+            )
         dist.barrier()
         dist.destroy_process_group()
 

@@ -113,7 +113,9 @@ def _forward_step(
     losses: list[tuple[float, int]], data_iterator: Iterator[dict[str, Tensor]], model: torch.nn.Module
 ) -> tuple[Tensor, Any]:
     vp_stage = get_attr_wrapped_model(model, "vp_stage")
-    tokens, labels, loss_mask, attention_mask, position_ids = get_batch(data_iterator, vp_stage)
+    tokens, labels, loss_mask, attention_mask, position_ids = get_batch(
+        data_iterator, vp_stage, training=model.training
+    )
     output = model(tokens, position_ids, attention_mask, labels=labels)
 
     def reduce(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

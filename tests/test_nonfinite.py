@@ -1,0 +1,154 @@
+"""A loss or a gradient that is not finite ends the run with its step, and its batch in a file that can be replayed."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_exo import forward_step, pretrain
+from megatron_exo.errors import UserError
+from megatron_exo.nonfinite import StepBatches, batch_saved_when_not_finite
+from megatron_exo.replay import read_batch
+from tests.programs import MOCK_DATA, MODEL, RUN, Outcome, one_line, run_program
+
+ARGUMENTS = f"{MODEL} {MOCK_DATA} {RUN} --save-interval 2 --log-interval 1 --num-workers 0".split()
+MICRO_BATCHES = 4
+
+
+def _poison(at: int, spoil: Any) -> None:
+    """Let ``spoil`` change the loss of one micro-batch, counted over the run."""
+    original, seen = forward_step.reduce_loss, 0
+
+    def reduce_loss(*args: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        nonlocal seen
+        seen += 1
+        loss, num_tokens, logged = original(*args)
+        return spoil(loss) if seen == at else loss, num_tokens, logged
+
+    forward_step.reduce_loss = reduce_loss
+
+
+def with_a_loss_that_is_nan() -> None:
+    """In the second micro-batch of iteration 3."""
+    _poison(2 * MICRO_BATCHES + 2, lambda loss: loss * float("nan"))
+    pretrain.main()
+
+
+def with_gradients_that_are_infinite() -> None:
+    """From the last micro-batch of iteration 4 on; the loss itself is finite."""
+
+    def spoil(loss: Tensor) -> Tensor:
+        loss = loss * 1.0
+        loss.register_hook(lambda gradient: gradient * float("inf"))
+        return loss
+
+    _poison(4 * MICRO_BATCHES, spoil)
+    pretrain.main()
+
+
+def with_a_weight_that_is_nan() -> None:
+    """In the second layer's MLP, from the start."""
+    from megatron_exo.model.layer import ExoTransformerLayer
+
+    original = ExoTransformerLayer.forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.layer_number == 2:
+            self.mlp.linear_fc1.weight.data[0, 0] = float("nan")
+        return original(self, *args, **kwargs)
+
+    ExoTransformerLayer.forward = forward  # type: ignore[method-assign]
+    pretrain.main()
+
+
+def _run(program: Any, folder: Path, *words: str) -> Outcome:
+    return run_program(program, [*ARGUMENTS, "--save", folder, "--load", folder, *words])
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
+    folder = tmp_path_factory.mktemp("nan") / "run"
+    return folder, _run(with_a_loss_that_is_nan, folder)
+
+
+def test_a_loss_that_is_nan_stops_the_run_with_step_rank_and_batch(stopped: tuple[Path, Outcome]) -> None:
+    folder, outcome = stopped
+    path = folder / "not-finite" / "iteration-3-rank-0.pt"
+    assert outcome.status == 1
+    assert one_line(outcome.err).startswith(
+        f"rank 0: found NaN in the local loss, iteration 3; its batch is in {path}, see --exo-replay; "
+        "the checkpoints before it are whole"
+    )
+    assert (folder / "latest_checkpointed_iteration.txt").read_text() == "2"
+    saved = torch.load(path, weights_only=True)
+    assert (saved["iteration"], saved["rank"]) == (3, 0)
+    assert len(read_batch(path)) == 2  # of the step's four micro-batches, those that were read
+    assert {name: tuple(value.shape) for name, value in saved["batches"][0].items()} == dict.fromkeys(
+        ("tokens", "labels", "loss_mask", "position_ids"), (2, 32)
+    )
+
+
+def test_a_gradient_that_is_infinite_stops_the_run_too(tmp_path: Path) -> None:
+    outcome = _run(with_gradients_that_are_infinite, tmp_path)
+    assert outcome.status == 1
+    message = one_line(outcome.err)
+    assert re.match(
+        r"rank 0: found (NaN|Inf) in local grad norm for bucket #0 .*, iteration 4; its batch is in", message
+    )
+    assert len(read_batch(tmp_path / "not-finite" / "iteration-4-rank-0.pt")) == MICRO_BATCHES
+
+
+def test_a_replay_trains_one_iteration_on_that_batch_and_saves_nothing(
+    stopped: tuple[Path, Outcome], tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(stopped[0], tmp_path / "run"))
+    batch = str(folder / "not-finite" / "iteration-3-rank-0.pt")
+    outcome = _run(pretrain.main, folder, "--exo-replay", batch)
+    assert outcome.status == 0, outcome.err
+    assert re.search(r"iteration 3/3  loss \d\.\d+", outcome.out)
+    assert "saved checkpoint" not in outcome.out
+    assert (folder / "latest_checkpointed_iteration.txt").read_text() == "2"
+
+    outcome = _run(with_a_weight_that_is_nan, folder, "--exo-replay", batch)
+    assert outcome.status == 1
+    assert "the output of module.decoder.layers.1.mlp.linear_fc1 is the first that is not finite" in one_line(
+        outcome.err
+    )
+
+
+def test_a_file_that_is_no_batch_is_refused(stopped: tuple[Path, Outcome], tmp_path: Path) -> None:
+    torch.save({"batches": [{"tokens": torch.zeros(1)}]}, tmp_path / "wrong.pt")
+    with pytest.raises(UserError, match=r"wrong.pt is no batch that a run has saved: a batch lacks a tensor;"):
+        read_batch(tmp_path / "wrong.pt")
+    with pytest.raises(UserError, match="is no batch that a run has saved"):
+        read_batch(tmp_path / "missing.pt")
+
+
+def test_a_rank_that_reads_no_data_names_the_step(tmp_path: Path) -> None:
+    megatrons = "Rank 1, device cpu, iteration 8: Unexpected result nan (message='found NaN in local grad norm')"
+    args = Namespace(curr_iteration=6, rank=1)
+    with pytest.raises(UserError, match="found NaN in local grad norm, iteration 7; this rank reads no data"):
+        with batch_saved_when_not_finite(args, tmp_path / "folder"):
+            raise RuntimeError(megatrons)
+    assert not (tmp_path / "folder").exists()
+
+
+def test_other_errors_pass(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"^something else$"), batch_saved_when_not_finite(Namespace(), tmp_path):
+        raise RuntimeError("something else")
+
+
+def test_only_the_step_in_progress_is_kept(tmp_path: Path) -> None:
+    batches = StepBatches()
+    for step, value in ((1, 0), (1, 1), (2, 2)):
+        batches.note(step, {"tokens": torch.tensor([value])})
+    assert batches.save(tmp_path / "batch.pt")
+    (kept,) = torch.load(tmp_path / "batch.pt", weights_only=True)["batches"]
+    assert kept["tokens"].tolist() == [2]
