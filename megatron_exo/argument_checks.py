@@ -26,6 +26,7 @@ def check_arguments(args: Namespace) -> None:
         _tokenizer_problems(args),
         _misfits(args, exo),
         _schedule_problems(args),
+        _checkpoint_problems(args),
     )
     for problem in chain(*problems, _layout_problems(args)):
         raise ExoConfigError(problem)
@@ -44,6 +45,8 @@ def _missing(args: Namespace) -> Iterator[str]:
         yield "the length of the run is not given; pass --train-iters, --train-samples or --preset"
     if args.save is not None and not args.save_interval:
         yield "--save without --save-interval; pass the number of iterations between checkpoints"
+    if args.exo_log_samples and args.save is None:
+        yield "--exo-log-samples writes into the folder of --save; pass --save"
 
 
 NO_DATA = (
@@ -111,6 +114,24 @@ def _schedule_problems(args: Namespace) -> Iterator[str]:
         yield f"--lr {args.lr:g} is below --min-lr {args.min_lr:g}, which the schedule ends at; pass a smaller --min-lr"
     if args.lr_decay_style == "WSD" and getattr(args, f"lr_wsd_decay_{unit}") is None:
         yield f"--lr-decay-style WSD without --lr-wsd-decay-{unit}; pass the length of its last part"
+
+
+def _checkpoint_problems(args: Namespace) -> Iterator[str]:
+    """What Megatron would find out at the first save, and what would remove more than is meant."""
+    keeps = [name for name in ("keep_last", "keep_every") if getattr(args, name) is not None]
+    for name in keeps:
+        if getattr(args, name) < 1:
+            yield f"{option(name)} {getattr(args, name)} would keep none; pass 1 or more, or leave it out to keep all"
+        if args.save_retain_interval is not None:
+            yield f"{option(name)} and --save-retain-interval both say what to remove; leave one of them out"
+    for name in (*keeps, *(["async_save"] if args.async_save else [])):
+        if args.ckpt_format != "torch_dist":
+            yield f"{option(name)} needs --ckpt-format torch_dist, not {args.ckpt_format}; leave one of them out"
+    if args.async_save and args.async_strategy == "nvrx":
+        if not platform.is_gpu():
+            yield "--async-strategy nvrx needs a CUDA device; leave it out, Megatron's own is used then"
+        elif find_spec("nvidia_resiliency_ext") is None:
+            yield "--async-strategy nvrx needs the package nvidia-resiliency-ext; install it, or leave the option out"
 
 
 def _layout_problems(args: Namespace) -> Iterator[str]:

@@ -11,6 +11,7 @@ import sys
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Sequence
 from functools import partial
+from importlib.util import find_spec
 from typing import Any, NoReturn
 
 from megatron_exo import platform, presets
@@ -95,6 +96,18 @@ def add_exo_arguments(parser: ArgumentParser) -> ArgumentParser:
         help="weight of the mean squared log-partition in the loss (default: %(default)s)",
     )
     group.add_argument(
+        "--exo-start-timeout",
+        type=float,
+        default=180.0,
+        metavar="SECONDS",
+        help="how long ranks wait for each other at the start before they say who is missing (default: %(default)s)",
+    )
+    group.add_argument(
+        "--exo-log-samples",
+        action="store_true",
+        help="write which samples of the training set each step takes, to SAVE/logs/samples-dpN.jsonl",
+    )
+    group.add_argument(
         "--exo-replay",
         metavar="FILE",
         default=None,
@@ -107,6 +120,26 @@ def add_exo_arguments(parser: ArgumentParser) -> ArgumentParser:
         default="short",
         help="what the terminal shows: a plan and one line per log interval, or everything Megatron prints "
         "(which always goes to SAVE/logs)",
+    )
+    group.add_argument(
+        "--keep-last",
+        type=int,
+        metavar="N",
+        help="keep the N newest checkpoints (1 if only --keep-every is given) and remove older ones once a newer one "
+        "is whole (default: keep all)",
+    )
+    group.add_argument(
+        "--keep-every",
+        type=int,
+        metavar="M",
+        help="keep checkpoints whose iteration is a multiple of M, too, and remove other old ones",
+    )
+    group.add_argument(
+        "--no-verify-checkpoint",
+        dest="verify_checkpoint",
+        action="store_false",
+        help="load a checkpoint without comparing its files with their checksums, which reads it twice: each machine "
+        "its share, before the ranks meet (see --exo-start-timeout)",
     )
     group.add_argument(
         "--preset",
@@ -160,6 +193,8 @@ def _early_arguments(parser: ArgumentParser, group: Any) -> tuple[Namespace, dic
     for action in parser._actions:
         if action.dest in {*ours, *presets.ADJUSTABLE, "yaml_cfg"}:
             kept: dict[str, Any] = {"dest": action.dest, "type": action.type, "choices": action.choices}
+            if action.nargs == 0:  # a flag
+                kept = {"dest": action.dest, "action": "store_const", "const": action.const}
             default = action.default if action.dest in ours else SUPPRESS
             early.add_argument(*action.option_strings, **kept, default=default)
     chosen = early.parse_known_args(sys.argv[1:])[0]
@@ -200,6 +235,8 @@ def megatron_defaults() -> dict[str, object]:
         "rerun_mode": "disabled",  # a NaN ends the run at once, with its batch saved (nonfinite.py)
         "distributed_backend": platform.communication_backend(),
         "transformer_impl": default_transformer_impl(),
+        "async_strategy": "nvrx" if platform.is_gpu() and find_spec("nvidia_resiliency_ext") else "mcore",
+        "use_persistent_ckpt_worker": True,  # without it, Megatron ignores --async-save
     }
     if habits["transformer_impl"] == "local":
         # Kernels that only Transformer Engine or Apex bring.

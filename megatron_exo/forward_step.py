@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_ran
 from megatron.training import get_args, get_timers
 from torch import Tensor
 
+from megatron_exo.data.sample_log import SampleLog
 from megatron_exo.nonfinite import step_batches
 
 _SPIKE = 10
@@ -39,6 +41,8 @@ def get_batch(
         read = next(data_iterator)
         if training:
             step_batches.note(args.curr_iteration, read)
+            if args.exo_log_samples and first:
+                _sample_log().note(args.curr_iteration + 1, read)
         batch = {key: read[key].to(device, non_blocking=True) if key in read else None for key in _BATCH_KEYS}
     batch = get_batch_on_this_tp_rank(
         batch,
@@ -59,6 +63,12 @@ def get_batch(
     batch = {key: batch.get(key) for key in _BATCH_KEYS}
     batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group())
     return tuple(batch[key] for key in _BATCH_KEYS)
+
+
+@cache
+def _sample_log() -> SampleLog:
+    rank = parallel_state.get_data_parallel_rank()
+    return SampleLog(Path(get_args().save) / "logs" / f"samples-dp{rank}.jsonl")
 
 
 def reduce_loss(loss_mask: Tensor, output: Tensor, z_loss_weight: float) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

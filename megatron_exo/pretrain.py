@@ -38,7 +38,8 @@ def _run() -> None:
     from megatron_exo.inference import pipeline_keywords
     from megatron_exo.nonfinite import batch_saved_when_not_finite
     from megatron_exo.plan import format_plan
-    from megatron_exo.startup import check_storage, connect, preview, training_plan, understand
+    from megatron_exo.roll_call import Place, check_shared, format_places, gather_places
+    from megatron_exo.startup import check_storage, connect, device_name, preview, training_plan, understand
 
     args = preview()
     log_dir = Path(args.save) / "logs" if args.save else None
@@ -57,7 +58,13 @@ def _run() -> None:
         step = forward_step
         if start.args.exo_replay is not None:
             datasets_provider, step = replay.prepare(start.args), replay.naming_the_module(forward_step)
-        pg_collection = connect()
+        pg_collection = connect(start.args.exo_start_timeout)
+        if dist.get_world_size() > 1:
+            places = gather_places(Place.of_this_rank(pg_collection, device_name()))
+            if start.args.rank == 0:
+                out.say(format_places(places))
+            if start.args.save is not None:
+                check_shared(Path(start.args.save))
         with batch_saved_when_not_finite(start.args, Path(args.save or ".") / "not-finite"):
             pretrain(
                 pretrain_cfg_container_from_args(start.args, start.model_config),

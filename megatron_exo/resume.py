@@ -1,31 +1,28 @@
-"""What ``--load`` names: whether it is a whole checkpoint, and one of the model of this run.
-
-A ``torch_dist`` checkpoint is a folder with an index (``.metadata``, a pickle of PyTorch's distributed checkpoints)
-and the bytes it points to (``*.distcp``). Among those is the state that all ranks share, with the arguments of the
-run that saved it. Both are read here as data: no class is created that such a file does not need.
-"""
+"""What ``--load`` names: whether it is a whole checkpoint, and one of the model of this run."""
 
 from __future__ import annotations
 
 import dataclasses
-import io
-import pickle
-import re
+import os
 from argparse import Namespace
 from collections.abc import Iterator
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import torch
-from megatron.core.safe_globals import SAFE_GLOBALS
-from torch.distributed.checkpoint.metadata import Metadata
-
+from megatron_exo.checkpoints.integrity import damages, newest_whole
+from megatron_exo.checkpoints.reading import (
+    TRACKER,
+    CheckpointError,
+    DamagedCheckpointError,
+    check_files_of_ranks,
+    check_objects,
+    folder_of,
+    read_index,
+    read_saved_arguments,
+)
 from megatron_exo.config import ExoConfig
-from megatron_exo.errors import UserError
 from megatron_exo.variants import name_of
 
-TRACKER = "latest_checkpointed_iteration.txt"
 _SHAPES = (
     "num_layers",
     "hidden_size",
@@ -38,16 +35,17 @@ _SHAPES = (
 """Megatron's arguments that shapes follow from, beside the query groups and the axes of the variant."""
 _POSITIONS = ("position_embedding_type", "rotary_base", "rotary_percent", "rotary_interleaved")
 """Those that no shape tells of: with another value the weights fit and compute something else."""
-
-
-class CheckpointError(UserError):
-    """A checkpoint that a run cannot go on from: which folder, what is wrong, what to do."""
+_LONGEST_TRACKER = 18
+"""Digits of an iteration; more are no number that was written there."""
 
 
 def check_load(args: Namespace, exo: ExoConfig) -> None:
     """Check the checkpoint that the run would load, if there is one.
 
     A folder without any checkpoint is none: the first start of a run names the folder it will save to.
+
+    The files are compared with the manifest's checksums by one process of each machine, which takes its share of them,
+    unless ``--no-verify-checkpoint`` says not to.
 
     Raises:
         CheckpointError: it is damaged, incomplete or another model's.
@@ -61,17 +59,34 @@ def check_load(args: Namespace, exo: ExoConfig) -> None:
         if args.pretrained_checkpoint is not None:
             raise CheckpointError(f"--pretrained-checkpoint {args.pretrained_checkpoint} holds none; check the path")
         return
-    if any(folder.glob("mp_rank_*")) and not (folder / "metadata.json").exists():
-        return  # Megatron's older format: one file a rank, and no index
-    saved = read_saved_arguments(folder, read_index(folder))
-    if differences := list(_model_differences(saved, args, exo)):
+    if args.non_persistent_ckpt_type is not None:
+        raise CheckpointError("--non-persistent-ckpt-type: such checkpoints would be loaded unchecked; leave it out")
+    try:
+        if check_files_of_ranks(folder):
+            return
+        for damage in damages(folder, checksums=args.verify_checkpoint and _reads_files(), share=_share_of_files()):
+            raise DamagedCheckpointError(damage)
+        index = read_index(folder)
+        if _reads_files():
+            check_objects(folder, index, share=_share_of_files())
+        saved = _scalars(read_saved_arguments(folder, index))
+    except DamagedCheckpointError as error:
+        earlier = _offer(folder.parent, args, before=folder)
+        raise CheckpointError(f"{error}; copy it again, or {earlier}") from error
+    try:
+        differences, before = list(_model_differences(saved, args, exo)), _schedule(saved)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"checkpoint {folder} does not say what model and schedule it is of ({error}); pass another iteration"
+        ) from error
+    if differences:
         raise CheckpointError(
             f"checkpoint {folder} is of another model: {'; '.join(differences)}; "
             "pass the arguments it was trained with, or another --load"
         )
     starts_anew = args.finetune or args.no_load_optim or args.skip_train
     has_decided = args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler
-    if starts_anew or has_decided or (schedule := _schedule(args)) == (before := _schedule(saved)):
+    if starts_anew or has_decided or (schedule := _schedule(args)) == before:
         return
     changes = [f"{name} {before[name]}, not {ours}" for name, ours in schedule.items() if before[name] != ours]
     raise CheckpointError(
@@ -81,103 +96,66 @@ def check_load(args: Namespace, exo: ExoConfig) -> None:
     )
 
 
+def _scalars(args: Namespace) -> Namespace:
+    """The arguments that are one value: those that are compared, and of no size that a message could not hold."""
+    scalars = (bool, int, float, str, type(None))
+    return Namespace(**{name: value for name, value in vars(args).items() if isinstance(value, scalars)})
+
+
+def _reads_files() -> bool:
+    """Whether this process is the one of its machine that reads whole files, and speaks of them."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def _share_of_files() -> tuple[int, int]:
+    """This machine's number, and how many there are."""
+    rank, world_size = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    return rank // here, -(-world_size // here)
+
+
+def _offer(root: Path, args: Namespace, *, before: Path | None = None) -> str:
+    """What to pass instead of a checkpoint that cannot be loaded: the newest whole one before it, if there is one."""
+    limit = int(before.name.removeprefix("iter_")) if before is not None and before.name.startswith("iter_") else None
+    step = newest_whole(root, before=limit, checksums=args.verify_checkpoint and _reads_files())
+    if step is None:
+        return f"start anew from another folder: {root} holds no whole checkpoint{' before it' if before else ''}"
+    return f"go on from the newest whole one{' before it' if before else ''} with --ckpt-step {step}"
+
+
 def folder_to_load(args: Namespace) -> Path | None:
-    """The folder ``iter_NNNNNNN`` that Megatron will read, or ``None`` if there is no checkpoint to load."""
-    for root in (args.load, args.pretrained_checkpoint):
-        if root is None:
-            continue
-        tracker = Path(root) / TRACKER
+    """The folder ``iter_NNNNNNN`` that Megatron will read, or ``None`` if there is no checkpoint to load.
+
+    Raises:
+        CheckpointError: what the command line or the tracker names is not there, or the tracker is not and checkpoints
+            are: going on without them would write over them.
+    """
+    for root in (Path(each) for each in (args.load, args.pretrained_checkpoint) if each is not None):
+        tracker = root / TRACKER
         if args.ckpt_step is not None:
-            name = f"iter_{args.ckpt_step:07d}"
+            folder = folder_of(root, args.ckpt_step)
         elif tracker.is_file():
-            text = tracker.read_text(errors="replace").strip()
-            if text != "release" and not text.isdecimal():
+            with tracker.open("rb") as file:
+                text = file.read(_LONGEST_TRACKER + 1).decode(errors="replace").strip()
+            is_number = text.isascii() and text.isdecimal() and len(text) <= _LONGEST_TRACKER
+            if text != "release" and not is_number:
                 raise CheckpointError(
                     f"{tracker} does not name an iteration but {text[:40]!r}; "
-                    "write the number of a folder iter_N there, or pass it as --ckpt-step"
+                    f"write the number of a folder iter_N there, or {_offer(root, args)}"
                 )
-            name = text if text == "release" else f"iter_{int(text):07d}"
+            folder = root / text if text == "release" else folder_of(root, int(text))
+        elif (step := newest_whole(root, checksums=False)) is not None:
+            raise CheckpointError(
+                f"{root} holds checkpoints but no {TRACKER}, which names the one to load; pass --ckpt-step {step} to "
+                "go on from the newest whole one, or move them away to start anew"
+            )
         else:
             continue
-        if not (folder := Path(root) / name).is_dir():
-            there = ", ".join(sorted(path.name for path in Path(root).glob("iter_*"))) or "none"
-            raise CheckpointError(f"{folder} is missing (there: {there}); pass another iteration as --ckpt-step")
+        if not folder.is_dir():
+            there = ", ".join(sorted(path.name for path in root.glob("iter_*"))) or "none"
+            raise CheckpointError(f"{folder} is missing (there: {there}); {_offer(root, args, before=folder)}")
         return folder
     return None
-
-
-def read_index(folder: Path) -> Metadata:
-    """The index of a checkpoint, after a look at the files that it points to.
-
-    Raises:
-        CheckpointError: the index or one of the files is missing, cut off or not what it should be.
-    """
-    path = folder / ".metadata"
-    if not path.is_file() or not (folder / "metadata.json").is_file():
-        raise CheckpointError(f"{folder} is no complete checkpoint: it has no index; {_REMEDY}")
-    try:
-        with path.open("rb") as file:
-            index = _IndexUnpickler(file).load()
-        if not isinstance(index, Metadata):
-            raise pickle.UnpicklingError(f"it holds a {type(index).__name__}")
-        ends: dict[str, int] = {}
-        for part in (index.storage_data or {}).values():
-            ends[part.relative_path] = max(ends.get(part.relative_path, 0), part.offset + part.length)
-    except Exception as error:  # a damaged pickle raises whatever it likes
-        raise CheckpointError(f"{path} is damaged: {_first_sentence(error)}; {_REMEDY}") from error
-    for name, end in ends.items():
-        size = (folder / name).stat().st_size if (folder / name).is_file() else None
-        if size is None or size < end:
-            state = "missing" if size is None else f"cut off: {size} bytes of {end}"
-            raise CheckpointError(f"{folder} is no complete checkpoint: {name} is {state}; {_REMEDY}")
-    return index
-
-
-_REMEDY = "copy it again, or pass an earlier iteration as --ckpt-step"
-
-
-def _first_sentence(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0].split(". ")[0]
-
-
-class _IndexUnpickler(pickle.Unpickler):
-    """Reads a ``.metadata`` file and nothing else: plain data classes of PyTorch's checkpoints, sizes and dtypes."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
-        if (module, name) in _PLAIN or module.startswith("torch.distributed.checkpoint."):
-            found = super().find_class(module, name)
-            is_data = isinstance(found, type) and (dataclasses.is_dataclass(found) or issubclass(found, Enum))
-            if is_data or (module, name) in _PLAIN:
-                return found
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which an index does not need")
-
-
-_PLAIN = {("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")}
-
-
-def read_saved_arguments(folder: Path, index: Metadata) -> Namespace:
-    """The arguments of the run that saved a checkpoint, as they were after validation.
-
-    Raises:
-        CheckpointError: they cannot be read, or are not those of an ExoFormer.
-    """
-    parts = index.storage_data or {}
-    part = next((part for key, part in parts.items() if re.match(r"common_state\b", key.fqn)), None)
-    if part is None:
-        raise CheckpointError(f"{folder} does not say what model it is of: it was not saved by this program's training")
-    try:
-        with (folder / part.relative_path).open("rb") as file:
-            file.seek(part.offset)
-            state = io.BytesIO(file.read(part.length))
-        with torch.serialization.safe_globals(SAFE_GLOBALS):
-            args = torch.load(state, map_location="cpu", weights_only=True)[0]["args"]
-    except Exception as error:  # damaged bytes raise whatever they like
-        raise CheckpointError(f"{folder}: its shared state is damaged: {_first_sentence(error)}; {_REMEDY}") from error
-    if not hasattr(args, "exo_variant"):
-        raise CheckpointError(f"{folder} is not of an ExoFormer; load it into the program that saved it")
-    return args
 
 
 def _model_differences(saved: Namespace, args: Namespace, exo: ExoConfig) -> Iterator[str]:

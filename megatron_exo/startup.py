@@ -30,6 +30,7 @@ from megatron_exo.config import ExoConfig
 from megatron_exo.errors import UserError
 from megatron_exo.plan import Layout, Plan
 from megatron_exo.resume import check_load
+from megatron_exo.roll_call import call_roll
 
 
 @dataclass(frozen=True)
@@ -98,13 +99,16 @@ def _megatrons_refusals() -> Iterator[None]:
         raise UserError(f"Megatron refuses these arguments: {reason}") from error
 
 
-def connect() -> ProcessGroupCollection:
+def connect(start_timeout_s: float) -> ProcessGroupCollection:
     """Join the ranks and make Megatron's process groups; ``megatron.training.pretrain`` keeps them.
 
     Without torchrun there is one rank, which meets itself at a free local port.
 
+    Args:
+        start_timeout_s: seconds for all ranks to come this far.
+
     Raises:
-        UserError: there are several ranks, and nothing says where they meet.
+        UserError: there are several ranks, and nothing says where they meet, or some do not come.
     """
     if "MASTER_ADDR" not in os.environ:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -112,7 +116,9 @@ def connect() -> ProcessGroupCollection:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    store = call_roll(start_timeout_s) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
     _initialize_distributed(None, None, None)
+    del store
     return ProcessGroupCollection.use_mpu_process_groups()
 
 
@@ -132,10 +138,14 @@ def model_sizes(args: Namespace, vocab_size: int) -> accounting.ModelSizes:
     )
 
 
+def device_name() -> str:
+    """Of this rank: ``cpu``, or the GPU's name."""
+    return torch.cuda.get_device_name() if platform.is_gpu() else "cpu"
+
+
 def training_plan(start: Start) -> Plan:
     """What is about to be trained, for :func:`megatron_exo.plan.format_plan`."""
     args = start.args
-    device = torch.cuda.get_device_name() if platform.is_gpu() else "cpu"
     return Plan(
         exo=start.exo,
         sizes=model_sizes(args, start.vocab_size),
@@ -153,7 +163,7 @@ def training_plan(start: Start) -> Plan:
         micro_batch_size=args.micro_batch_size,
         train_iters=0 if args.skip_train else args.train_iters or args.train_samples // args.global_batch_size,
         optimizer="none" if args.skip_train else f"{args.optimizer}, lr {args.lr:g}, {args.lr_decay_style}",
-        device=f"{device} ({args.distributed_backend})",
+        device=f"{device_name()} ({args.distributed_backend})",
         precision="bf16, fp32 masters" if args.bf16 else "fp16, fp32 masters" if args.fp16 else "fp32",
         transformer_impl=args.transformer_impl,
     )

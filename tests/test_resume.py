@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 
-from megatron_exo import resume
+from megatron_exo.checkpoints import reading
+from megatron_exo.checkpoints.integrity import MANIFEST
+from megatron_exo.checkpoints.reading import TRACKER, CheckpointError, read_index, read_saved_arguments
 from megatron_exo.config import ExoConfig
 from megatron_exo.pretrain import main
-from megatron_exo.resume import TRACKER, CheckpointError, check_load, folder_to_load, read_index, read_saved_arguments
+from megatron_exo.resume import check_load, folder_to_load
 from tests.programs import MOCK_DATA, MODEL, RUN, Outcome, one_line, run_program
 
 SAVING = "--save-interval 2 --log-interval 1 --num-workers 0"
@@ -183,13 +185,15 @@ def test_a_pretrained_checkpoint_is_read_only_where_there_is_no_own_one(args: Na
 def test_another_iteration_can_be_asked_for(args: Namespace) -> None:
     args.ckpt_step = 3
     with pytest.raises(
-        CheckpointError, match=r"iter_0000003 is missing \(there: iter_0000002\); pass another iteration"
+        CheckpointError,
+        match=r"iter_0000003 is missing \(there: iter_0000002\); "
+        "go on from the newest whole one before it with --ckpt-step 2$",
     ):
         check_load(args, exo_of(args))
 
 
 def test_a_checkpoint_of_another_program_is_refused(args: Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resume.torch, "load", lambda *_, **__: [{"args": Namespace(num_layers=4)}])
+    monkeypatch.setattr(reading.torch, "load", lambda *_, **__: [{"args": Namespace(num_layers=4)}])
     with pytest.raises(CheckpointError, match="is not of an ExoFormer; load it into the program that saved it"):
         check_load(args, exo_of(args))
 
@@ -217,28 +221,127 @@ def overwrite_shared_state(folder: Path) -> None:
         file.write(bytes(part.length))
 
 
+def flip_a_byte(name: str) -> Callable[[Path], object]:
+    def flip(folder: Path) -> None:
+        with (folder / name).open("r+b") as file:
+            file.seek((folder / name).stat().st_size // 2)
+            (byte,) = file.read(1)
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte ^ 1]))
+
+    return flip
+
+
 DAMAGES: list[tuple[Callable[[Path], object], str]] = [
     (cut("__0_0.distcp", 5000), r"no complete checkpoint: __0_0\.distcp is cut off: 5000 bytes of \d+; copy it again"),
-    (remove("__0_0.distcp"), r"no complete checkpoint: __0_0\.distcp is missing; copy it again, or pass an earlier"),
+    (
+        remove("__0_0.distcp"),
+        r"no complete checkpoint: __0_0\.distcp is missing; copy it again, or start anew from anoth",
+    ),
     (remove(".metadata"), r"no complete checkpoint: it has no index; copy it again"),
     (remove("metadata.json"), r"no complete checkpoint: it has no index"),
     (cut(".metadata", 1000), r"\.metadata is damaged: \w+: .*; copy it again"),
     (write(".metadata", b""), r"\.metadata is damaged: EOFError"),
     (write(".metadata", pickle.dumps({"a": 1})), r"\.metadata is damaged: UnpicklingError: it holds a dict"),
-    (overwrite_shared_state, r"its shared state is damaged: .*; copy it again"),
-    (write(f"../{TRACKER}", b"two"), r"does not name an iteration but 'two'; write the number of a folder iter_N"),
+    (overwrite_shared_state, r"common_state.* is damaged: .*; copy it again"),
+    (
+        write(f"../{TRACKER}", b"two"),
+        r"does not name an iteration but 'two'; write the number of a folder iter_N there, or go on from the newest "
+        r"whole one with --ckpt-step 2$",
+    ),
+    (remove(f"../{TRACKER}"), r"holds checkpoints but no .*; pass --ckpt-step 2 to go on from the newest whole one"),
     (write(f"../{TRACKER}", b"6"), r"iter_0000006 is missing \(there: iter_0000002\)"),
 ]
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGES, ids=[message[:40] for _, message in DAMAGES])
-def test_a_damaged_checkpoint_is_refused_with_what_is_wrong(
+def test_a_damaged_checkpoint_without_a_manifest_is_refused_with_what_is_wrong(
     args: Namespace, damage: Callable[[Path], object], message: str
 ) -> None:
-    damage(Path(args.load) / "iter_0000002")
+    folder = Path(args.load) / "iter_0000002"
+    remove(MANIFEST)(folder)
+    damage(folder)
     with pytest.raises(CheckpointError, match=message) as refusal:
         check_load(args, exo_of(args))
     assert "\n" not in str(refusal.value)
+
+
+DAMAGES_BY_MANIFEST: list[tuple[Callable[[Path], object], str]] = [
+    (flip_a_byte("__0_0.distcp"), r"__0_0\.distcp is damaged: its SHA-256 is not the one it was saved with"),
+    (flip_a_byte(".metadata"), r"\.metadata is damaged: its SHA-256"),
+    (flip_a_byte("metadata.json"), r"metadata\.json is damaged: its SHA-256"),
+    (flip_a_byte(MANIFEST), rf"{MANIFEST} is damaged: "),
+    (write(MANIFEST, b"{}"), rf"{MANIFEST} is damaged: KeyError: 'sha256'"),
+    (cut(MANIFEST, 1000), rf"{MANIFEST} is damaged: JSONDecodeError: "),
+    (cut("__0_0.distcp", 5000), r"__0_0\.distcp is cut off: 5000 bytes of \d+"),
+    (cut("__0_0.distcp", 5_000_000), r"__0_0\.distcp is too long: 5000000 bytes instead of \d+"),
+    (remove("__0_0.distcp"), r"__0_0\.distcp is missing"),
+    (remove(".metadata"), r"\.metadata is missing"),
+]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"), DAMAGES_BY_MANIFEST, ids=[message[:40] for _, message in DAMAGES_BY_MANIFEST]
+)
+def test_whatever_happens_to_a_file_is_seen_at_load_and_the_checkpoint_before_is_offered(
+    args: Namespace, damage: Callable[[Path], object], message: str
+) -> None:
+    root = Path(args.load)
+    shutil.copytree(root / "iter_0000002", root / "iter_0000004")
+    (root / TRACKER).write_text("4")
+    check_load(args, exo_of(args))
+    damage(root / "iter_0000004")
+    offer = "copy it again, or go on from the newest whole one before it with --ckpt-step 2$"
+    with pytest.raises(CheckpointError, match=f"iter_0000004.*{message}.*; {offer}") as refusal:
+        check_load(args, exo_of(args))
+    assert "\n" not in str(refusal.value)
+    args.ckpt_step = 2
+    check_load(args, exo_of(args))
+
+
+def test_a_damaged_checkpoint_is_not_offered_in_the_place_of_another(args: Namespace) -> None:
+    root = Path(args.load)
+    for step in (4, 6, 8):
+        shutil.copytree(root / "iter_0000002", root / f"iter_{step:07d}")
+    (root / TRACKER).write_text("8")
+    remove(MANIFEST)(root / "iter_0000008")
+    remove(".metadata")(root / "iter_0000008")
+    flip_a_byte("__0_0.distcp")(root / "iter_0000006")
+    with pytest.raises(CheckpointError, match=r"it has no index; copy it again, or .* with --ckpt-step 4$"):
+        check_load(args, exo_of(args))
+
+
+def test_a_folder_that_holds_only_a_partial_checkpoint_is_a_first_start(args: Namespace) -> None:
+    folder = Path(args.load) / "iter_0000002"
+    for name in (f"../{TRACKER}", MANIFEST, "metadata.json"):
+        remove(name)(folder)
+    assert folder_to_load(args) is None
+
+
+def test_a_checkpoint_without_a_manifest_loads(args: Namespace) -> None:
+    remove(MANIFEST)(Path(args.load) / "iter_0000002")
+    check_load(args, exo_of(args))
+
+
+def test_files_are_read_by_one_process_of_each_machine_and_not_at_all_if_told_so(
+    args: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flip_a_byte("__0_0.distcp")(Path(args.load) / "iter_0000002")  # the second of three files
+
+    def is_seen_by(rank: int, world_size: int, ranks_here: int) -> bool:
+        names = {"RANK": rank, "LOCAL_RANK": rank % ranks_here, "WORLD_SIZE": world_size}
+        for name, value in (names | {"LOCAL_WORLD_SIZE": ranks_here}).items():
+            monkeypatch.setenv(name, str(value))
+        try:
+            check_load(args, exo_of(args))
+        except CheckpointError:
+            return True
+        return False
+
+    assert [is_seen_by(rank, 4, 4) for rank in range(4)] == [True, False, False, False]
+    assert [is_seen_by(rank, 6, 2) for rank in range(6)] == [False, False, True, False, False, False]
+    args.verify_checkpoint = False
+    assert not any(is_seen_by(rank, 6, 2) for rank in range(6))
 
 
 class Intruder:
@@ -256,6 +359,7 @@ def test_an_index_that_would_run_code_is_not_run(args: Namespace, tmp_path: Path
     if call != "plain":  # the same function, by a path that begins as allowed ones do
         program = b"ctorch.distributed.checkpoint.filesystem\nos.mkdir\n(V%b\ntR."
         content = b"\x80\x04" + program.replace(b"%b", str(traces).encode())
+    remove(MANIFEST)(Path(args.load) / "iter_0000002")
     (Path(args.load) / "iter_0000002" / ".metadata").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"\.metadata is damaged: UnpicklingError: it names .*does not need"):
         check_load(args, exo_of(args))

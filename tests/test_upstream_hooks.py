@@ -48,7 +48,14 @@ HOOKS: dict[str, set[str]] = {
     "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.sharded_param_state_fully_reshardable": {
         "model_sharded_state_dict", "is_loading", "metadata"},
     "megatron.core.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync.write_preloaded_data": {
-        "results_queue"},
+        "transform_list", "local_proc_idx", "write_bucket", "results_queue", "kwargs"},
+    "megatron.core.dist_checkpointing.serialization:save": {
+        "sharded_state_dict", "checkpoint_dir", "async_sharded_save"},
+    "megatron.core.dist_checkpointing.serialization:save_config": {"config", "checkpoint_dir"},
+    "megatron.core.dist_checkpointing.strategies.async_utils:AsyncCallsQueue._get_async_caller": {"self"},
+    "megatron.core.dist_checkpointing.strategies.async_utils:AsyncCallsQueue.warmup_persistent_caller": {"rank"},
+    "megatron.core.dist_checkpointing.strategies.async_utils:TemporalAsyncCaller.schedule_async_call": {"async_req"},
+    "megatron.training.utils:get_blend_and_blend_per_split": {"args"},
     "megatron.core.tensor_parallel.random:model_parallel_cuda_manual_seed": {"seed", "force_reset_rng"},
     "megatron.training.arguments:parse_and_validate_args": {"extra_args_provider"},
     "megatron.training.arguments:parse_args": {"extra_args_provider"},
@@ -157,6 +164,22 @@ def test_operations_are_counted_by_a_function_of_the_training_module(caller: str
     # Under this name the program puts its own count.
     source = inspect.getsource(_look_up(f"megatron.training.training:{caller}"))
     assert "num_floating_point_operations(\n" in source
+
+
+def test_a_checkpoint_ends_with_its_index_files_and_then_the_tracker() -> None:
+    # The manifest is written after the first two, and old checkpoints go after the third.
+    source = inspect.getsource(_look_up("megatron.core.dist_checkpointing.serialization:save"))
+    assert source.index("def metadata_finalize_fn():") < source.index("save_config(")
+    assert "async_request.finalize_fns.append(metadata_finalize_fn)" in source
+    source = inspect.getsource(_look_up("megatron.training.checkpointing:save_checkpoint"))
+    save = source.index("dist_checkpointing.save("), source.index("with maybe_msc.open(tracker_filename, 'w') as f:")
+    assert save[0] < save[1] < source.index("async_save_request.add_finalize_fn(iter_finalize_fn)")
+
+
+def test_saving_in_the_background_is_switched_off_without_the_persistent_worker() -> None:
+    # Our default asks for it, and on a CPU puts another one in its place.
+    source = inspect.getsource(_look_up("megatron.training.arguments:validate_args"))
+    assert "if not args.use_persistent_ckpt_worker:" in source
 
 
 def test_a_data_loader_finds_the_batch_sizes_of_evaluation_by_the_split_of_its_dataset() -> None:

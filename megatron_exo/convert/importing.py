@@ -45,7 +45,7 @@ def import_checkpoint(
         )
     sys.argv[1:] = [*architecture_arguments(source.exo, source.sizes), *_run_arguments(save), *megatron_arguments]
     start = understand()
-    pg_collection = connect()
+    pg_collection = connect(start.args.exo_start_timeout)
     model_parallel_cuda_manual_seed(start.args.seed)  # the random weights are overwritten, but drawn
     config = start.model_config.transformer
     chunks = start.model_config.get_builder_cls()(start.model_config).build_distributed_models(

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import megatron_exo.checkpoints.hooks as checkpoints
 import megatron_exo.platform.cpu as cpu
 import megatron_exo.platform.reshardable as reshardable
 import megatron_exo.platform.storage as storage
@@ -33,8 +34,28 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "megatron.core.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync.write_preloaded_data",
-        storage.raise_storage_errors,
-        "that a disk is full is lost on the way, and the user reads of a worker's RuntimeError",
+        lambda original: storage.raise_storage_errors(checkpoints.digested(original)),
+        "that a disk is full is lost on the way, and the user reads of a worker's RuntimeError; and what a file should "
+        "hold is known best by who has just written it",
+        when="always",
+    ),
+    Patch(
+        "megatron.core.dist_checkpointing:save",
+        checkpoints.emptied_first,
+        "a save over an older checkpoint looks whole while it is half of each",
+        when="always",
+    ),
+    Patch(
+        "megatron.core.dist_checkpointing.serialization:save_config",
+        checkpoints.manifest_last,
+        "a checkpoint does not say what it is of, nor what its files should hold",
+        when="always",
+    ),
+    Patch(
+        "megatron.training.checkpointing:maybe_msc",
+        checkpoints.WithTracker,
+        "the tracker is truncated and written anew, and a crash in between loses every checkpoint; and nothing removes "
+        "old ones but those of every N-th iteration",
         when="always",
     ),
     Patch(
@@ -128,6 +149,18 @@ PATCHES: tuple[Patch, ...] = (
             (".distrib_optimizer:HAVE_APEX_OR_TE", True),
             (".distrib_optimizer:USING_TE_OPTIMIZER", True),
         )
+    ),
+    # -- asynchronous checkpoints -----------------------------------------------------------------------------
+    Patch(
+        "megatron.core.dist_checkpointing.strategies.async_utils:AsyncCallsQueue._get_async_caller",
+        _always(storage.writer_process_of_its_own),
+        "the persistent worker divides by the number of CUDA devices, and would read tensors that training goes on "
+        "changing: sent to another process, CPU tensors are shared. A process forked at each save has its own copy",
+    ),
+    Patch(
+        "megatron.core.dist_checkpointing.strategies.async_utils:AsyncCallsQueue.warmup_persistent_caller",
+        _always(cpu.no_op),
+        "starts that worker with the program, where it ends at once",
     ),
     # -- megatron.training start-up ----------------------------------------------------------------------------
     Patch("megatron.training.training:initialize_megatron", cpu.allow_no_cuda, "asserts CUDA unless told otherwise"),

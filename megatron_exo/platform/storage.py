@@ -1,10 +1,15 @@
-"""What goes wrong on disks, told as it was. Used only through :mod:`megatron_exo.platform.patches`."""
+"""Writing to disks: what goes wrong, told as it was, and in the background without a GPU.
+
+Used only through :mod:`megatron_exo.platform.patches`.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
 from typing import Any
+
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, TemporalAsyncCaller
 
 
 def raise_storage_errors(original: Callable[..., Any]) -> Any:
@@ -25,3 +30,13 @@ def raise_storage_errors(original: Callable[..., Any]) -> Any:
         return answer
 
     return staticmethod(write)
+
+
+def writer_process_of_its_own(queue: AsyncCallsQueue) -> TemporalAsyncCaller:
+    """In the place of ``AsyncCallsQueue._get_async_caller``: a process that is forked for one save and ends with it.
+
+    All writers of a rank put their results into one queue, so a save waits for the one before it: Megatron's persistent
+    worker takes them one by one as well.
+    """
+    queue.maybe_finalize_async_calls(blocking=True)
+    return TemporalAsyncCaller()

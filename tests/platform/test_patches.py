@@ -11,6 +11,11 @@ import megatron.core.optimizer
 import megatron.training.training
 import pytest
 import torch
+from megatron.core.dist_checkpointing.strategies.async_utils import (
+    AsyncCallsQueue,
+    PersistentAsyncCaller,
+    TemporalAsyncCaller,
+)
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.training import initialize
 from megatron.training.training import initialize_megatron
@@ -53,6 +58,8 @@ _SHOWN_BELOW = {
     "torch.cuda:stream",  # in the way only on a machine with a GPU
     "torch.cuda:set_rng_state",
     "torch.cuda:manual_seed",
+    "megatron.core.dist_checkpointing.strategies.async_utils:AsyncCallsQueue._get_async_caller",
+    "megatron.core.dist_checkpointing.strategies.async_utils:AsyncCallsQueue.warmup_persistent_caller",
     "torch.cuda:memory_allocated",
     "torch.cuda:memory_reserved",
     "torch.cuda:max_memory_allocated",
@@ -230,6 +237,19 @@ def test_megatron_starts_without_cuda() -> None:
         megatron.training.training.initialize_megatron()
     with pytest.raises(AssertionError, match="Megatron requires CUDA"):
         initialize_megatron()  # as imported before
+
+
+@without_gpu
+def test_checkpoints_are_saved_in_the_background_by_a_process_of_their_own() -> None:
+    # That what is saved is what was asked for: tests/checkpoints/test_runs.py
+    with pytest.raises(ZeroDivisionError):
+        PersistentAsyncCaller.async_loop(0, None, None, None)
+    queue = AsyncCallsQueue(persistent=True)
+    assert isinstance(queue._get_async_caller(), PersistentAsyncCaller)
+    platform.activate()
+    assert isinstance(queue._get_async_caller(), TemporalAsyncCaller)
+    AsyncCallsQueue.warmup_persistent_caller(0)
+    assert PersistentAsyncCaller._persistent_process is None
 
 
 def test_dataset_helpers_are_not_compiled_where_they_import(monkeypatch: pytest.MonkeyPatch) -> None:

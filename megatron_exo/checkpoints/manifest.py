@@ -1,0 +1,241 @@
+"""What a checkpoint says of itself, in JSON: enough to rebuild the model, to read the tokens, and to check the files.
+
+Whatever is in the checkpoint already is taken from there, not from the running process: an asynchronous save ends
+several steps after the one that it holds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import shutil
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+import megatron_exo
+from megatron_exo.checkpoints.integrity import (
+    FORMAT_VERSION,
+    MANIFEST,
+    digest_of,
+    replacing,
+    sha256_of,
+    take_digest,
+)
+from megatron_exo.checkpoints.reading import DamagedCheckpointError, read_index, read_shared_state
+from megatron_exo.config import ExoConfig
+from megatron_exo.data.tokenizers import TokenizerError, TokenizerSpec
+from megatron_exo.variants import name_of
+
+TOKENIZER_FOLDER = "tokenizer"
+_PATIENCE_S = 90
+LARGEST_COPY = 50_000_000
+"""Bytes up to which a file of the tokenizer is copied into every checkpoint; all common ones are smaller."""
+
+_SIZES = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "kv_channels",
+    "ffn_hidden_size",
+    "vocab_size",
+    "padded_vocab_size",
+    "seq_length",
+    "max_position_embeddings",
+)
+_POSITIONS = ("position_embedding_type", "rotary_base", "rotary_percent", "rotary_interleaved")
+_LAYOUT = (
+    "world_size",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "data_parallel_size",
+    "sequence_parallel",
+    "use_distributed_optimizer",
+    "exo_wire",
+)
+_BESIDE_TOKENIZER = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+"""What a Hugging Face tokenizer needs or may have beside its ``tokenizer.json``."""
+
+
+def write_manifest(folder: Path) -> None:
+    """Describe a checkpoint whose other files are all written; nothing for one that is not an ExoFormer's.
+
+    Raises:
+        OSError: the disk is full or forbidden.
+        DamagedCheckpointError: what has just been written cannot be read.
+    """
+    index = _index_of_all(folder)
+    state = read_shared_state(folder, index)
+    if not hasattr(state.get("args"), "exo_variant"):
+        return
+    content = describe(state["args"], state["iteration"], index) | _circumstances(state["args"])
+    content["tokenizer"] = _tokenizer(state["args"], folder / TOKENIZER_FOLDER)
+    content["files"] = dict(_files(folder, index))
+    with replacing(folder / MANIFEST) as file:
+        file.write(json.dumps({"sha256": digest_of(content), **content}, indent=1) + "\n")
+
+
+def _index_of_all(folder: Path) -> Metadata:
+    """The index once all files are there: over NFS, one machine may see late what another has written."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            return read_index(folder)
+        except DamagedCheckpointError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(1)
+
+
+def _files(folder: Path, index: Metadata) -> Iterator[tuple[str, dict[str, Any]]]:
+    names = {part.relative_path for part in index.storage_data.values()} | {".metadata", "metadata.json"}
+    names |= {f"{TOKENIZER_FOLDER}/{path.name}" for path in (folder / TOKENIZER_FOLDER).glob("*")}
+    for name in sorted(names):
+        yield name, {"bytes": (folder / name).stat().st_size, "sha256": take_digest(folder / name)}
+
+
+def describe(args: Namespace, step: int, index: Metadata) -> dict[str, Any]:
+    """What a checkpoint of an ExoFormer holds, as far as it says that itself; without a manifest, too.
+
+    Args:
+        args: of the run that saved it (:func:`~.reading.read_saved_arguments`).
+        step: how many there were.
+        index: of the checkpoint (:func:`~.reading.read_index`).
+    """
+    samples = args.consumed_train_samples
+    tensors = [each for each in index.state_dict_metadata.values() if isinstance(each, TensorStorageMetadata)]
+    return {
+        "format": "megatron_exo checkpoint",
+        "format_version": FORMAT_VERSION,
+        "step": step,
+        "consumed_samples": samples,
+        "consumed_tokens": samples * args.seq_length,
+        "model": _model(args),
+        "tensors": {
+            "count": len(tensors),
+            "bytes": sum(math.prod(each.size) * each.properties.dtype.itemsize for each in tensors),
+        },
+        "layout": {name: getattr(args, name) for name in _LAYOUT},
+        "arguments": {name: plain(value) for name, value in sorted(vars(args).items())},
+    }
+
+
+def _circumstances(args: Namespace) -> dict[str, Any]:
+    """What only the program knows that saves: when, with what, by which command, from which data."""
+    return {
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "data": _data(args),
+        "versions": {
+            "megatron_exo": megatron_exo.__version__,
+            "megatron_core": version("megatron-core"),  # its own attribute names the commit of the current folder
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+            "python": sys.version.split()[0],
+        },
+        "command": sys.argv,
+    }
+
+
+def _model(args: Namespace) -> dict[str, Any]:
+    """What a model is rebuilt from: its variant, by name and axis by axis, sizes, positions and precision."""
+    exo = ExoConfig(**{axis.name: getattr(args, f"exo_{axis.name}") for axis in dataclasses.fields(ExoConfig)})
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    return {
+        "variant": name_of(exo),
+        "exo": dataclasses.asdict(exo),
+        **{name: getattr(args, name) for name in _SIZES},
+        "num_query_groups": groups,
+        "tied_embeddings": not args.untie_embeddings_and_output_weights,
+        **{name: getattr(args, name) for name in _POSITIONS},
+        "normalization": args.normalization,
+        "layernorm_epsilon": args.layernorm_epsilon,
+        "dtype": str(args.params_dtype).removeprefix("torch."),
+    }
+
+
+def _tokenizer(args: Namespace, folder: Path) -> dict[str, Any]:
+    """Which tokenizer, and its files, copied into ``folder`` if they are small."""
+    model = args.tokenizer_model
+    described: dict[str, Any] = {
+        "type": args.tokenizer_type,
+        "model": None if model is None else Path(model).name,
+        "files": {},
+    }
+    try:
+        files = [] if model is None else TokenizerSpec(args.tokenizer_type, str(model)).files()
+    except TokenizerError as error:  # of a type that only Megatron reads, or from a hub
+        return described | {"no_files": str(error)}
+    files += [path for name in _BESIDE_TOKENIZER if files and (path := files[0].with_name(name)).is_file()]
+    for file in files:
+        size = file.stat().st_size
+        is_small = size <= LARGEST_COPY
+        described["files"][file.name] = {"bytes": size, "sha256": sha256_of(file), "copied": is_small}
+        if is_small:
+            folder.mkdir(exist_ok=True)
+            shutil.copyfile(file, folder / file.name)
+    return described
+
+
+def _data(args: Namespace) -> dict[str, Any]:
+    """What the run was trained on: prefixes with their weights, and digests that tell whether they still are that."""
+    from megatron.training.utils import get_blend_and_blend_per_split
+
+    described: dict[str, Any] = {"seed": args.seed, "split": args.split, "mock": bool(args.mock_data), "sets": []}
+    if args.mock_data:
+        return described
+    try:
+        blend, per_split = get_blend_and_blend_per_split(args)
+    except (OSError, ValueError, KeyError) as error:  # lists in files, which may be gone by now
+        return described | {"unreadable": str(error)}
+    parts = (
+        {"all": blend} if blend is not None else dict(zip(("train", "valid", "test"), per_split or (), strict=False))
+    )
+    for part, named in parts.items():
+        prefixes, weights = named or ([], None)
+        for number, prefix in enumerate(prefixes):
+            weight = None if weights is None else weights[number]
+            described["sets"].append({"part": part, "prefix": prefix, "weight": weight, **_dataset(prefix)})
+    return described
+
+
+def _dataset(prefix: str) -> dict[str, Any]:
+    """Sizes and digests of a dataset's files, ``None`` for what is not there."""
+    sizes = {kind: _size(Path(f"{prefix}.{kind}")) for kind in ("bin", "idx", "json")}
+    return {
+        "bin_bytes": sizes["bin"],
+        "idx_bytes": sizes["idx"],
+        "idx_sha256": _digest(Path(f"{prefix}.idx"), sizes["idx"]),
+        "sidecar_sha256": _digest(Path(f"{prefix}.json"), sizes["json"]),
+    }
+
+
+def _size(path: Path) -> int | None:
+    return path.stat().st_size if path.is_file() else None
+
+
+@functools.cache
+def _digest(path: Path, size: int | None) -> str | None:
+    """Made once a run: an index of many documents takes seconds."""
+    return None if size is None else sha256_of(path)
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON knows it, or else its text."""
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    if value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
+        return value
+    return str(value)

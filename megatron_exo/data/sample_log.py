@@ -1,0 +1,64 @@
+"""``--exo-log-samples``: which samples of the training set each step has taken, in a file per data-parallel rank.
+
+Two runs have seen the same data in the same order exactly when these files say so.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+SAMPLE_ID = "sample_id"
+
+
+class NumberedSamples(Dataset[dict[str, Tensor]]):
+    """A dataset whose samples carry their index, int64 [1], as ``sample_id``."""
+
+    def __init__(self, dataset: Dataset[dict[str, Tensor]]) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return self.dataset[index] | {SAMPLE_ID: torch.tensor([int(index)])}
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset":  # not there yet while a worker process unpickles this object
+            raise AttributeError(name)
+        return getattr(self.dataset, name)  # Megatron asks datasets for their split
+
+
+class SampleLog:
+    """Appends a line ``{"iteration": N, "samples": [...]}`` for every micro-batch."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", buffering=1)
+
+    def note(self, iteration: int, batch: dict[str, Tensor]) -> None:
+        self._file.write(json.dumps({"iteration": iteration, "samples": batch[SAMPLE_ID].flatten().tolist()}) + "\n")
+
+
+def read_sample_log(folder: Path) -> dict[int, list[int]]:
+    """Iteration → its samples, sorted, from the files of all ranks in a run's ``logs``.
+
+    A run that was resumed repeats the iterations after its last checkpoint; what it took at last counts.
+    """
+    steps: dict[int, list[int]] = {}
+    for path in sorted(folder.glob("samples-dp*.jsonl")):
+        mine: dict[int, list[int]] = {}
+        previous = 0
+        for line in path.read_text().splitlines():
+            record = json.loads(line)
+            if record["iteration"] < previous:
+                mine = {step: samples for step, samples in mine.items() if step < record["iteration"]}
+            previous = record["iteration"]
+            mine.setdefault(previous, []).extend(record["samples"])
+        for step, samples in mine.items():
+            steps[step] = sorted(steps.get(step, []) + samples)
+    return steps
