@@ -16,6 +16,8 @@ from megatron_exo.errors import UserError
 
 AXES = ("tokens", "iterations")
 _TOKEN_UNITS = ((1e9, " (billions)"), (1e6, " (millions)"), (1e3, " (thousands)"))
+_LARGEST_COUNT = 1 << 63
+"""Of iterations and tokens; what is beyond is no count, and cannot be drawn."""
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -180,10 +182,15 @@ def draw(
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
+    if not isinstance(record, dict):
+        return None
+    numbers = (record.get("iteration"), record.get("consumed_tokens") or 0)
     is_record = (
-        isinstance(record, dict) and isinstance(record.get("kind"), str) and type(record.get("iteration")) is int
+        isinstance(record.get("kind"), str)
+        and isinstance(record.get("set"), str | None)
+        and all(type(number) is int and abs(number) < _LARGEST_COUNT for number in numbers)
     )
     return record if is_record else None
 
@@ -191,7 +198,9 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 def _loss(record: dict[str, Any]) -> float:
     """The language-model loss, NaN where there was none."""
     loss = record.get("lm_loss")
-    return loss if isinstance(loss, int | float) else math.nan
+    if isinstance(loss, float) or (type(loss) is int and abs(loss) < _LARGEST_COUNT):
+        return float(loss)
+    return math.nan
 
 
 def _evaluation_key(record: dict[str, Any]) -> tuple[Any, ...]:

@@ -33,6 +33,7 @@ from megatron_exo.convert.mapping import (
     per_layer,
 )
 from megatron_exo.convert.reference_switches import ReferenceFormatError, exo_from_switches, sizes_from_switches
+from megatron_exo.plain_pickle import check_saved, check_tensor, reason
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,10 @@ def read_reference_checkpoint(path: str | Path) -> ReferenceCheckpoint:
             theirs = {_current_name(name): tensor for name, tensor in theirs.items()}
             args |= _switches_of_model2()
         exo, sizes = exo_from_switches(args, theirs), sizes_from_switches(args)
+        if sizes.num_layers > len(theirs):  # before a table of so many rows is made
+            raise ReferenceFormatError(
+                f"model_args has n_layer={sizes.num_layers}, the model only {len(theirs)} tensors"
+            )
         table = reference_table(exo, sizes)
         unused = sorted(_unused_names(exo, sizes) & theirs.keys())
         state = import_state(table, {name: tensor for name, tensor in theirs.items() if name not in unused})
@@ -165,15 +170,16 @@ def _load(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         if not zipfile.is_zipfile(file):
             raise ReferenceFormatError("not a PyTorch checkpoint; it may be truncated, or not what its name says")
-    try:
-        raw = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:
-        raise ReferenceFormatError(
-            "the file holds Python objects besides tensors and plain values, which are not loaded because they can "
-            "run code; save a dict of plain 'model' and 'model_args' again"
-        ) from None
-    except RuntimeError as error:
-        raise ReferenceFormatError(f"not a readable PyTorch checkpoint ({str(error).splitlines()[0]})") from None
+        try:
+            check_saved(file)
+            raw = torch.load(file, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise ReferenceFormatError(
+                "the file holds Python objects besides tensors and plain values, which are not loaded because they can "
+                f"run code ({reason(error)}); save a dict of plain 'model' and 'model_args' again"
+            ) from None
+        except Exception as error:  # damaged bytes raise whatever they like
+            raise ReferenceFormatError(f"not a readable PyTorch checkpoint ({reason(error)})") from error
     if not isinstance(raw, dict) or not all(isinstance(raw.get(key), Mapping) for key in ("model", "model_args")):
         raise ReferenceFormatError(
             "not a checkpoint of the author's code, which is a dict with 'model' and 'model_args'"
@@ -181,6 +187,10 @@ def _load(path: Path) -> dict[str, Any]:
     for name, value in raw["model"].items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
             raise ReferenceFormatError(f"model entry {name!r} is a {type(value).__name__}, not a tensor with a name")
+        try:
+            check_tensor(value)
+        except pickle.UnpicklingError as error:
+            raise ReferenceFormatError(f"model entry {name!r} is damaged: {error}") from None
     for switch, value in raw["model_args"].items():
         if not isinstance(value, (bool, int, float, str, type(None))):
             raise ReferenceFormatError(f"model_args entry {switch} is a {type(value).__name__}, not a plain value")

@@ -22,6 +22,9 @@ _WITHOUT_EFFECT_ON_WEIGHTS = {
 }  # fmt: skip
 """Switches that act only in training, only at initialisation, or only with a switch that is refused."""
 
+_LARGEST = 1 << 31
+"""No size of a model, base of its angles or other switch is near it."""
+
 _ONLY_VALUE: dict[str, tuple[Any, Any]] = {
     # switch: (the one value that our model expresses, the author's default)
     "norm_pos": ("before", "after"),
@@ -118,6 +121,6 @@ def _positive[Number: (int, float)](
 ) -> Number:
     """A positive int, or float (for which an int will do); required where there is no default."""
     value = _required(args, switch) if default is None else args.get(switch, default)
-    if isinstance(value, bool) or not isinstance(value, (int, kind)) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, (int, kind)) or not 0 < value < _LARGEST:
         raise ReferenceFormatError(f"model_args has {switch}={value!r}, which is no positive {kind.__name__}")
     return kind(value)

@@ -19,7 +19,10 @@ LINE_FORMATS = (".jsonl", ".json", ".txt")
 SUFFIXES = (*(base + end for base in LINE_FORMATS for end in ("", *COMPRESSIONS)), ".parquet")
 TEXT_SPLITS = ("file", "blank-lines")
 
-_CHUNK = 1 << 18  # bytes; small enough that a highly compressed chunk still expands to an affordable size
+_CHUNK = 1 << 18  # bytes read together
+_COMPRESSED_CHUNK = 1 << 11  # unpacked together: a zstd block is 4 bytes at least, and 128 KiB at most when unpacked
+LARGEST_DOCUMENT = 1 << 28
+"""Bytes of one document (a line, or a whole text file) in a compressed file, where a few bytes can stand for many."""
 
 
 class InputError(UserError):
@@ -121,19 +124,37 @@ def _decompress(chunks: Iterator[bytes], path: Path) -> Iterator[bytes]:
     """Decompress gzip or zstd, with any number of members (frames) in a file; a cut-off file is an error."""
     new_decompressor, errors = _decompressor(path)
     decompressor: Any = None
-    for chunk in chunks:
-        while chunk:
-            if decompressor is None:
-                decompressor = new_decompressor()
-            try:
-                yield decompressor.decompress(chunk)
-            except errors as error:
-                raise InputError(f"{path}: damaged {path.suffix[1:]} data ({error})") from None
-            chunk = decompressor.unused_data if decompressor.eof else b""
-            if decompressor.eof:
-                decompressor = None
+    for read in chunks:
+        for begin in range(0, len(read), _COMPRESSED_CHUNK):
+            chunk = read[begin : begin + _COMPRESSED_CHUNK]
+            while chunk:
+                if decompressor is None:
+                    decompressor = new_decompressor()
+                try:
+                    yield decompressor.decompress(chunk)
+                except errors as error:
+                    raise InputError(f"{path}: damaged {path.suffix[1:]} data ({error})") from None
+                chunk = decompressor.unused_data if decompressor.eof else b""
+                if decompressor.eof:
+                    decompressor = None
     if decompressor is not None:
         raise InputError(f"{path}: the compressed file is cut off; copy or download it again")
+
+
+def _bounded(chunks: Iterator[bytes], path: Path) -> Iterator[bytes]:
+    """The chunks of one document; a compressed file may not make more of it than memory is for."""
+    size = 0
+    for chunk in chunks:
+        size += len(chunk)
+        _check_size(size, path)
+        yield chunk
+
+
+def _check_size(size: int, path: Path) -> None:
+    if size > LARGEST_DOCUMENT and path.suffix in COMPRESSIONS:
+        raise InputError(
+            f"{path}: a document of more than {LARGEST_DOCUMENT >> 20} MiB; if it should hold that, decompress the file"
+        )
 
 
 def _decompressor(path: Path) -> tuple[Callable[[], Any], type[Exception]]:
@@ -148,7 +169,7 @@ def _decompressor(path: Path) -> tuple[Callable[[], Any], type[Exception]]:
 
 def _lines(path: Path, advance: Advance) -> Iterator[tuple[int, str]]:
     """Line numbers from 1 and lines without their ends (LF or CRLF)."""
-    number = 0
+    number, size = 0, 0
     pending: list[bytes] = []
     for chunk in _chunks(path, advance):
         *ended, rest = chunk.split(b"\n")
@@ -157,7 +178,10 @@ def _lines(path: Path, advance: Advance) -> Iterator[tuple[int, str]]:
             number += 1
             yield number, _decode(b"".join(pending), path, number)
             pending.clear()
+            size = 0
         pending.append(rest)
+        size += len(rest)
+        _check_size(size, path)
     if last := b"".join(pending):
         yield number + 1, _decode(last, path, number + 1)
 
@@ -174,7 +198,7 @@ def _decode(line: bytes, path: Path, number: int) -> str:
 
 
 def _read_text_file(path: Path, advance: Advance) -> Iterator[Document]:
-    text = _decode(b"".join(_chunks(path, advance)), path, 1)
+    text = _decode(b"".join(_bounded(_chunks(path, advance), path)), path, 1)
     yield Document(text.replace("\r\n", "\n"), str(path))
 
 
@@ -201,6 +225,8 @@ def _read_json_lines(path: Path, key: str, advance: Advance) -> Iterator[Documen
             record = json.loads(line)
         except json.JSONDecodeError as error:
             raise InputError(f"{source}: bad JSON ({error.msg} at column {error.colno})") from None
+        except ValueError:  # Python reads no number of thousands of digits
+            raise InputError(f"{source}: bad JSON (a number of too many digits)") from None
         except RecursionError:
             raise InputError(f"{source}: bad JSON (nested too deeply)") from None
         if not isinstance(record, dict):
@@ -236,6 +262,8 @@ def _read_hub(name: str, key: str) -> Iterator[Document]:
         import datasets  # type: ignore[import-not-found, unused-ignore]
     except ImportError:
         raise InputError(f"{name}: needs the package datasets (pip install datasets)") from None
+    if getattr(datasets, "__version__", "4").split(".")[0] in ("1", "2", "3"):
+        raise InputError(f"{name}: needs datasets 4 or later; earlier ones can run a script that comes with the data")
     row = 0
     try:
         for record in datasets.load_dataset(dataset, config or None, split=split or "train", streaming=True):

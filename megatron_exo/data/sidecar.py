@@ -7,6 +7,14 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+_WORDS: dict[type, str] = {
+    int: "a whole number",
+    str: "a text",
+    bool: "true or false",
+    list: "a list",
+    type(None): "null",
+}
+
 
 @dataclass(frozen=True)
 class Sidecar:
@@ -39,11 +47,24 @@ class Sidecar:
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
             sidecar = cls(**content)
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{path}: not a dataset description of this project ({error})") from None
-        for name in ("vocab_size", "documents", "tokens"):
-            if not isinstance(getattr(sidecar, name), int):
-                raise ValueError(f"{path}: {name} must be a whole number, not {getattr(sidecar, name)!r}")
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ValueError(f"{path}: not a dataset description of this project ({str(error)[:200]})") from None
+        for name, kinds in _KINDS.items():
+            value = getattr(sidecar, name)
+            if type(value) not in kinds or (type(value) is int and not 0 <= value < 1 << 63):
+                wanted = " or ".join(_WORDS[kind] for kind in kinds)
+                raise ValueError(f"{path}: {name} must be {wanted}, not {repr(value)[:40]}")
         if sidecar.dtype not in ("uint16", "int32"):
-            raise ValueError(f"{path}: dtype must be uint16 or int32, not {sidecar.dtype!r}")
+            raise ValueError(f"{path}: dtype must be uint16 or int32, not {sidecar.dtype[:40]!r}")
         return sidecar
+
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(
+        ("tokenizer_type", "tokenizer_model", "tokenizer_sha256", "tokenizer_fingerprint", "dtype"), (str,)
+    ),
+    **dict.fromkeys(("vocab_size", "documents", "tokens", "empty_documents"), (int,)),
+    "eod": (int, type(None)),
+    "append_eod": (bool,),
+    "inputs": (list,),
+}

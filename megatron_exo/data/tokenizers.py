@@ -125,6 +125,10 @@ class _SentencePiece:
         self.vocab_size: int = self._processor.get_piece_size()
         eos = self._processor.eos_id()
         self.eod: int | None = eos if eos >= 0 else None
+        try:
+            self.token_table()
+        except UnicodeDecodeError as error:
+            raise TokenizerError(f"{file}: damaged: a piece is not UTF-8 ({error.reason}); copy it again") from None
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return self._processor.encode(list(texts), num_threads=1)
@@ -150,7 +154,7 @@ class _TokenizersLibrary:
             )
         self._vocabulary: dict[str, int] = vocabulary
         if eod_token is not None and eod_token not in vocabulary:
-            raise TokenizerError(f"{source}: the end-of-document token {eod_token!r} is not in the vocabulary")
+            raise TokenizerError(f"{source}: the end-of-document token {eod_token[:40]!r} is not in the vocabulary")
         self.eod = None if eod_token is None else vocabulary[eod_token]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -197,8 +201,12 @@ def _eos_token(folder: Path) -> str | None:
             continue
         try:
             token = json.loads(file.read_text(encoding="utf-8")).get("eos_token")
-        except (ValueError, AttributeError):
+        except (ValueError, AttributeError, RecursionError):
             raise TokenizerError(f"{file}: not a JSON object") from None
+        if isinstance(token, dict):
+            token = token.get("content", token)
+        if isinstance(token, str):
+            return token
         if token is not None:
-            return token["content"] if isinstance(token, dict) else str(token)
+            raise TokenizerError(f"{file}: eos_token must be a token, or an object with its content")
     return None

@@ -1,0 +1,72 @@
+"""Damaged files of every kind are read, or refused in one line: no traceback, crash, hang or giant allocation."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from megatron_exo.errors import UserError
+from tools import fuzz_readers
+from tools.fuzz_readers import KINDS, Kind, damaged, fuzz
+
+MEMORY = 1 << 30
+
+
+def no_failures(name: str, samples: Path, inputs: int) -> None:
+    result = fuzz(name, samples, inputs=inputs, seed=0, memory=MEMORY, time_out=60.0)
+    assert not result.failures
+    assert sum(result.counts.values()) == inputs
+    assert result.counts["refused"] > 0
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_two_hundred_damaged_files_are_read_or_refused(name: str, samples: Path) -> None:
+    no_failures(name, samples, 200)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS)
+def test_three_thousand_damaged_files_are_read_or_refused(name: str, samples: Path) -> None:
+    no_failures(name, samples, 3000)
+
+
+def test_an_input_depends_on_its_number_and_the_seed_alone(samples: Path) -> None:
+    kind, valid = KINDS["sidecar"](), (samples / "data.json").read_bytes()
+    inputs = [damaged(kind, valid, "sidecar", 0, number) for number in range(50)]
+    assert inputs == [damaged(kind, valid, "sidecar", 0, number) for number in range(50)]
+    assert inputs != [damaged(kind, valid, "sidecar", 1, number) for number in range(50)]
+    assert len(set(inputs)) > 40
+
+
+def _fail_now_and_then(folder: Path) -> None:
+    content = (folder / "data.json").read_bytes()
+    match sum(content) % 7 if not content.startswith(b'{\n  "tokenizer_type": "SentencePieceTokenizer"') else 0:
+        case 1:
+            raise UserError("refused")
+        case 2:
+            raise UserError("refused\nin two lines")
+        case 3:
+            raise KeyError("raw")
+        case 4:
+            os.abort()
+        case 5:
+            bytearray(4 * MEMORY)
+        case 6:
+            while True:
+                pass
+
+
+def test_every_way_to_fail_is_seen(samples: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A negative control: workers are forked here, so that they have the planted reader."""
+    import multiprocessing
+
+    monkeypatch.setitem(fuzz_readers.KINDS, "planted", lambda: Kind("data.json", _fail_now_and_then))
+    fork = multiprocessing.get_context("fork")
+    monkeypatch.setattr(fork, "set_forkserver_preload", lambda modules: None)
+    monkeypatch.setattr(fuzz_readers.multiprocessing, "get_context", lambda method: fork)
+    result = fuzz("planted", samples, inputs=60, seed=0, memory=MEMORY, time_out=2.0)
+    assert set(result.counts) == set(fuzz_readers.OUTCOMES)
+    assert {outcome for _, outcome, _ in result.failures} == set(fuzz_readers.FAILURES)
+    assert any(said.startswith("not one line") for _, _, said in result.failures)
