@@ -74,7 +74,9 @@ class Run:
             return iteration
         if record.get("consumed_tokens") is not None:
             return record["consumed_tokens"]
-        known = [(0, 0)] + [(r["iteration"], r["consumed_tokens"]) for r in self.train if r.get("consumed_tokens")]
+        known = [(0, 0)] + [
+            (r["iteration"], r["consumed_tokens"]) for r in self.train if r["iteration"] and r.get("consumed_tokens")
+        ]
         if len(known) == 1:
             raise CurveError(f"{self.name} has no record of its training tokens; use --x iterations")
         after = min(bisect.bisect_left(known, (iteration, 0)), len(known) - 1) or 1
@@ -190,7 +192,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     is_record = (
         isinstance(record.get("kind"), str)
         and isinstance(record.get("set"), str | None)
-        and all(type(number) is int and abs(number) < _LARGEST_COUNT for number in numbers)
+        and all(type(number) is int and 0 <= number < _LARGEST_COUNT for number in numbers)
     )
     return record if is_record else None
 

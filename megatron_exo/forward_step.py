@@ -14,7 +14,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_ran
 from megatron.training import get_args, get_timers
 from torch import Tensor
 
-from megatron_exo.data.sample_log import SampleLog
+from megatron_exo.data.sample_log import SAMPLE_ID, SampleLog
 from megatron_exo.nonfinite import step_batches
 
 _SPIKE = 10
@@ -41,7 +41,7 @@ def get_batch(
         read = next(data_iterator)
         if training:
             step_batches.note(args.curr_iteration, read)
-            if args.exo_log_samples and first:
+            if first and SAMPLE_ID in read:
                 _sample_log().note(args.curr_iteration + 1, read)
         batch = {key: read[key].to(device, non_blocking=True) if key in read else None for key in _BATCH_KEYS}
     batch = get_batch_on_this_tp_rank(

@@ -34,6 +34,7 @@ def _run() -> None:
     from megatron_exo import console, replay
     from megatron_exo.data.full_validation import full_validation_datasets_provider
     from megatron_exo.data.provider import check_data_arguments, train_valid_test_datasets_provider
+    from megatron_exo.data.sample_log import numbering
     from megatron_exo.forward_step import forward_step
     from megatron_exo.inference import pipeline_keywords
     from megatron_exo.nonfinite import batch_saved_when_not_finite
@@ -55,6 +56,8 @@ def _run() -> None:
         datasets_provider: Any = train_valid_test_datasets_provider
         if start.args.full_validation:  # from here on our datasets' matter, and hidden from Megatron
             datasets_provider, start.args.full_validation = full_validation_datasets_provider, False
+        if start.args.exo_log_samples:
+            datasets_provider = numbering(datasets_provider)
         step = forward_step
         if start.args.exo_replay is not None:
             datasets_provider, step = replay.prepare(start.args), replay.naming_the_module(forward_step)

@@ -207,7 +207,7 @@ def test_the_arguments_in_a_checkpoint_are_plain_and_spell_every_axis_out() -> N
     expected = dataclasses.asdict(VARIANTS["s-exoformer"].exo.replace(anchor="h1"))
     assert {axis: saved[f"exo_{axis}"] for axis in AXES} == expected
     assert saved["vocab_size"] == 100
-    assert {type(value) for value in saved.values()} <= {str, int, float}
+    assert {type(value) for value in saved.values()} <= {str, int, float, bool, type(None)}
     # The name alone would not do, and reading the axes back gives the model again.
     assert saved["exo_variant"] == "s-exoformer"
     assert exo_config_from_args(Namespace(**saved)) == ExoConfig(**expected)

@@ -17,7 +17,6 @@ from megatron.training import get_args, get_tokenizer
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 from megatron_exo.argument_checks import NO_DATA
-from megatron_exo.data.sample_log import NumberedSamples
 from megatron_exo.data.validate import DatasetError, check_dataset, check_sidecar
 
 
@@ -137,8 +136,6 @@ def build_datasets(
             f"the index of the training samples cannot be written: {cause}; "
             "pass a writable folder with room as --data-cache-path"
         ) from error
-    if args.exo_log_samples and train is not None:
-        train = NumberedSamples(train)
     return train, valid, test
 
 

@@ -6,6 +6,7 @@ Two runs have seen the same data in the same order exactly when these files say 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,17 @@ class NumberedSamples(Dataset[dict[str, Tensor]]):
         if name == "dataset":  # not there yet while a worker process unpickles this object
             raise AttributeError(name)
         return getattr(self.dataset, name)  # Megatron asks datasets for their split
+
+
+def numbering(provider: Callable[..., tuple[Any, Any, Any]]) -> Callable[..., tuple[Any, Any, Any]]:
+    """Wrap a datasets provider: the training samples carry their index."""
+
+    def numbered(num_samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
+        train, valid, test = provider(num_samples, vp_stage)
+        return train if train is None else NumberedSamples(train), valid, test
+
+    numbered.is_distributed = True  # type: ignore[attr-defined]  # each rank opens the files
+    return numbered
 
 
 class SampleLog:

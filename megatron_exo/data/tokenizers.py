@@ -120,7 +120,7 @@ class _SentencePiece:
             raise TokenizerError(f"{file}: needs the package sentencepiece (pip install sentencepiece)") from None
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_file=str(file))
-        except (RuntimeError, OSError):
+        except (RuntimeError, OSError, UnicodeDecodeError):  # the last, where the library's own message is no text
             raise TokenizerError(f"{file}: not a SentencePiece model; tools/train_tokenizer.py makes one") from None
         self.vocab_size: int = self._processor.get_piece_size()
         eos = self._processor.eos_id()
@@ -170,7 +170,9 @@ class _HuggingFace(_TokenizersLibrary):
         try:
             tokenizer = library.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exception
-            raise TokenizerError(f"{file}: not a tokenizer.json of the tokenizers library ({error})") from None
+            raise TokenizerError(
+                f"{file}: not a tokenizer.json of the tokenizers library ({str(error)[:200]})"
+            ) from None
         super().__init__(tokenizer, _eos_token(file.parent), file)
 
 
@@ -180,7 +182,7 @@ class _Gpt2Bpe(_TokenizersLibrary):
         try:
             tokenizer = library.Tokenizer(library.models.BPE.from_file(str(vocabulary), str(merges)))
         except Exception as error:  # the library raises bare Exception
-            raise TokenizerError(f"{vocabulary}, {merges.name}: not GPT-2 BPE files ({error})") from None
+            raise TokenizerError(f"{vocabulary}, {merges.name}: not GPT-2 BPE files ({str(error)[:200]})") from None
         tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
         super().__init__(tokenizer, _GPT2_END_OF_TEXT, vocabulary)
 
