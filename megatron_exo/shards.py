@@ -60,21 +60,34 @@ def cut(name: str, whole: Tensor, shard: Tensor) -> Tensor:
     )
 
 
-def join(name: str, part: Tensor, shard: Tensor) -> Tensor:
-    """The inverse of :func:`cut`, by a collective over the tensor-parallel group; padding is kept.
+def join_all(shards: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The inverse of :func:`cut` for many tensors, by one collective over the tensor-parallel group; padding is kept.
 
     Args:
-        part: what is to be joined, of ``shard``'s shape: the parameter itself, its gradient, an optimizer moment.
-        shard: the parameter, for its attributes.
+        shards: name → parameter, for its attributes.
+        values: name → what is to be joined, of the parameter's shape: itself, its gradient, an optimizer moment.
+
+    Returns:
+        Name → copy of the whole tensor, float32.
     """
+    flat = torch.cat([value.detach().float().flatten() for value in values.values()])
+    group = parallel_state.get_tensor_model_parallel_group()
+    ranks = [torch.empty_like(flat) for _ in range(group.size())]
+    dist.all_gather(ranks, flat, group=group)
+    sizes = [value.numel() for value in values.values()]
+    columns = zip(*(rank.split(sizes) for rank in ranks), strict=True)
+    return {
+        name: _join(name, [part.view(value.shape) for part in parts], shards[name])
+        for (name, value), parts in zip(values.items(), columns, strict=True)
+    }
+
+
+def _join(name: str, parts: list[Tensor], shard: Tensor) -> Tensor:
     if not getattr(shard, "tensor_model_parallel", False):
-        return part
-    size = parallel_state.get_tensor_model_parallel_world_size()
-    parts = [torch.empty_like(part) for _ in range(size)]
-    dist.all_gather(parts, part.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
+        return parts[parallel_state.get_tensor_model_parallel_rank()].clone()
     dim = shard.partition_dim  # type: ignore[attr-defined]
     if _is_swiglu(name):
-        return torch.cat([_blocks(name, p) for p in parts], dim=dim + 1).flatten(0, 1)
+        return torch.cat([_blocks(name, part) for part in parts], dim=dim + 1).flatten(0, 1)
     return torch.cat(parts, dim)
 
 

@@ -31,7 +31,7 @@ from megatron_exo.config import ExoConfig
 from megatron_exo.forward_step import reduce_loss
 from megatron_exo.inference import compute_logits, pipeline_keywords
 from megatron_exo.model.config import ExoTransformerConfig
-from megatron_exo.shards import join, named_shards
+from megatron_exo.shards import join_all, named_shards
 
 Z_LOSS_WEIGHT = 1e-5
 
@@ -217,11 +217,9 @@ class StandaloneModel:
             self._gather_gradients()
         if what == "data":
             self.gather_parameters()
-        tensors = {}
-        for name, shard in named_shards(self.chunks):
-            value = getattr(shard, what, None)
-            if value is not None and not getattr(shard, "shared", False):
-                tensors[name] = join(name, value.detach().float(), shard).clone()
+        shards = {name: shard for name, shard in named_shards(self.chunks) if not getattr(shard, "shared", False)}
+        values = {name: value for name, shard in shards.items() if (value := getattr(shard, what, None)) is not None}
+        tensors = join_all(shards, values)
         is_reporter = self.pg_collection.tp.rank() == 0 and self.pg_collection.dp_cp.rank() == 0
         return tensors if is_reporter else None
 

@@ -168,7 +168,11 @@ def read_reference_checkpoint(path: str | Path) -> ReferenceCheckpoint:
 
 def _load(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
-        if not zipfile.is_zipfile(file):
+        try:
+            is_archive = zipfile.is_zipfile(file)
+        except zipfile.BadZipFile:  # of a kind that Python does not read
+            is_archive = False
+        if not is_archive:
             raise ReferenceFormatError("not a PyTorch checkpoint; it may be truncated, or not what its name says")
         try:
             check_saved(file)

@@ -37,7 +37,6 @@ CASES: dict[str, tuple[ExoConfig, PlainSizes]] = {name: (variant.exo, MHA) for n
 }
 LAYOUTS = [
     Layout(),
-    Layout(tp=2),
     Layout(tp=2, pp=2, vpp=2, sp=True),
     Layout(dp=2, pp=2, distributed_optimizer=True, overlap=True),
     Layout(
@@ -45,7 +44,7 @@ LAYOUTS = [
     ),
 ]
 """One of each kind of parallelism for all variants; ``test_matrix.py`` has every combination, for some variants."""
-QUICK_LAYOUTS = [LAYOUTS[0], LAYOUTS[2]]
+QUICK_LAYOUTS = [LAYOUTS[0], LAYOUTS[1]]
 QUICK_CASES = [
     "e-exoformer",
     "dynamic-e-exoformer-h1",

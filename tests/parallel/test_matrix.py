@@ -47,7 +47,10 @@ ON_EIGHT: dict[Layout, list[str]] = {
     Layout(pp=2, vpp=2, dp=2, cp=2): ["h1"],
     Layout(tp=4, sp=True, cp=2): ["gqa"],
 }
-BY_FOURS = [layout for layout in ALL + SOURCE_WIRE if layout.world_size == 4]
+BY_FOURS = [
+    layout for layout in ALL + SOURCE_WIRE if layout.world_size == 4 and layout.cp == 1 and layout.sp is (layout.tp > 1)
+] + [Layout(tp=2, pp=2), Layout(tp=2, cp=2), Layout(dp=2, cp=2)]
+"""Layouts for the longer runs: every two kinds of parallelism at once."""
 LONG = {Layout(tp=2, sp=True, pp=2, wire="source"), Layout(dp=2, cp=2)}
 """Layouts of the quick tier for the longer runs."""
 BF16_TOLERANCE = 0.02
