@@ -97,7 +97,7 @@ def test_a_run_over_two_hosts_is_killed_on_one_and_goes_on_from_its_checkpoint(
     with Job(pair, tmp_path / "3", long) as job:
         assert job.wait() == [0, 0], job.printed()[-3000:]
         assert re.search(r"loaded checkpoint (4|8|12) ", job.printed())
-    assert _losses(broken) == _losses(whole)
+    assert _losses(broken) == pytest.approx(_losses(whole), abs=2e-6)  # as printed, with six decimals
 
 
 def test_a_host_that_does_not_come_is_named(pair: list[Host], tmp_path: Path) -> None:
