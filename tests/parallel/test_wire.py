@@ -21,7 +21,7 @@ from tests.parallel.matrix import LEARNING_RATE, batch
 from tests.plain_reference import PlainSizes
 from tests.ranks import run_on_ranks
 
-MHA = PlainSizes(num_layers=4)  # hidden size 32
+MHA = PlainSizes(num_layers=4, vocab_size=70)  # hidden size 32; the vocabulary is that of batch()
 GQA = dataclasses.replace(MHA, num_attention_heads=8, num_query_groups=2, kv_channels=4)
 DYNAMIC, H1, INTERNAL = (VARIANTS[n].exo for n in ("dynamic-e-exoformer", "dynamic-e-exoformer-h1", "s-nuresformer"))
 

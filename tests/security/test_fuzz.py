@@ -14,22 +14,12 @@ from tools.fuzz_readers import KINDS, Kind, damaged, fuzz
 MEMORY = 1 << 30
 
 
-def no_failures(name: str, samples: Path, inputs: int) -> None:
-    result = fuzz(name, samples, inputs=inputs, seed=0, memory=MEMORY, time_out=60.0)
-    assert not result.failures
-    assert sum(result.counts.values()) == inputs
-    assert result.counts["refused"] > 0
-
-
 @pytest.mark.parametrize("name", KINDS)
 def test_two_hundred_damaged_files_are_read_or_refused(name: str, samples: Path) -> None:
-    no_failures(name, samples, 200)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", KINDS)
-def test_three_thousand_damaged_files_are_read_or_refused(name: str, samples: Path) -> None:
-    no_failures(name, samples, 3000)
+    result = fuzz(name, samples, inputs=200, seed=0, memory=MEMORY, time_out=60.0)
+    assert not result.failures
+    assert sum(result.counts.values()) == 200
+    assert result.counts["refused"] > 0
 
 
 def test_an_input_depends_on_its_number_and_the_seed_alone(samples: Path) -> None:
