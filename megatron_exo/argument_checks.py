@@ -92,6 +92,11 @@ def _misfits(args: Namespace, exo: ExoConfig) -> Iterator[str]:
         )
     if args.exo_z_loss_weight < 0:
         yield f"--exo-z-loss-weight must not be negative, got {args.exo_z_loss_weight}; pass 0 for none"
+    if args.use_checkpoint_args:
+        yield (
+            "--use-checkpoint-args reads the checkpoint before it has been checked, and could run code in it; "
+            "pass the arguments (tools/inspect_checkpoint.py shows them)"
+        )
     other_paths = ("use_megatron_fsdp", "use_torch_fsdp2", "hybrid_layer_pattern", "sft", "perform_rl_step")
     for name in (*other_paths, "multi_latent_attention"):  # Megatron would choose another configuration class
         if getattr(args, name):

@@ -57,6 +57,11 @@ COMMAND_LINES: list[tuple[str, int, str]] = [
         1,
         "--multi-latent-attention is not supported with ExoFormer",
     ),
+    (
+        f"{MODEL} {RUN} {MOCK_DATA} --use-checkpoint-args",
+        1,
+        "--use-checkpoint-args reads the checkpoint before it has been checked",
+    ),
     (f"{MODEL} {RUN} {MOCK_DATA} --yaml-cfg run.yaml", 1, "--yaml-cfg replaces the command line .* pass arguments"),
     (
         f"{RUN} {MOCK_DATA}",

@@ -49,7 +49,7 @@ def _records(folder: Path) -> tuple[list[tuple[int, float, int]], list[float]]:
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=[] if name in ("1", "dp2") else pytest.mark.slow) for name in SAME_LAYOUT]
+    "layout", [pytest.param(name, marks=[] if name == "dp2" else pytest.mark.slow) for name in SAME_LAYOUT]
 )
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(tmp_path: Path, layout: str) -> None:
     ranks, words = SAME_LAYOUT[layout]
@@ -68,6 +68,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(tmp_path: Path, layou
     assert not difference.objects  # among them what the next dropout would draw from
 
 
+@pytest.mark.slow
 def test_the_same_samples_are_taken_with_another_data_parallel_size(tmp_path: Path) -> None:
     _train(tmp_path / "whole", 1, "--save-interval 8")
     _train(tmp_path / "parts", 1, "--save-interval 4 --exit-interval 4")

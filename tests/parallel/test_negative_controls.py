@@ -23,6 +23,7 @@ from tests.layouts import Layout
 from tests.parallel.matrix import differences, gathered, run_points
 from tests.ranks import run_on_ranks
 
+SLOW = pytest.mark.slow
 SOURCE_WIRE = Layout(pp=2, wire="source")
 SOURCE_WIRE_DP = Layout(pp=2, dp=2, wire="source")
 
@@ -131,8 +132,15 @@ CONTROLS: list[tuple[Callable[[], None], str, Layout, str]] = [
 """Fault, variant, layout, and where the first sign of it must be."""
 
 
+QUICK = (one_coefficient_without_its_sum, anchors_detached_on_the_second_stage, padding_in_the_softmax)
+
+
 @pytest.mark.parametrize(
-    ("fault", "case", "layout", "sign"), CONTROLS, ids=[f"{fault.__name__}-{case}" for fault, case, *_ in CONTROLS]
+    ("fault", "case", "layout", "sign"),
+    [
+        pytest.param(*control, id=f"{control[0].__name__}-{control[1]}", marks=[] if control[0] in QUICK else SLOW)
+        for control in CONTROLS
+    ],
 )
 def test_the_matrix_sees(fault: Callable[[], None], case: str, layout: Layout, sign: str) -> None:
     way = "distributed optimizer" if layout.dp > 1 else "all-reduce"

@@ -116,7 +116,7 @@ def _parameters(
 @pytest.mark.parametrize(
     ("first", "then"),
     [
-        (Layout(pp=2, dp=2, distributed_optimizer=True, wire="source"), Layout()),
+        pytest.param(Layout(pp=2, dp=2, distributed_optimizer=True, wire="source"), Layout(), marks=pytest.mark.slow),
         (Layout(pp=2, wire="source"), Layout(pp=2, vpp=2)),
         pytest.param(Layout(), Layout(pp=4, wire="source"), marks=pytest.mark.slow),
         pytest.param(Layout(tp=2, sp=True, pp=2), Layout(tp=2, pp=2, wire="source"), marks=pytest.mark.slow),

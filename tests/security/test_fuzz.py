@@ -14,7 +14,13 @@ from tools.fuzz_readers import KINDS, Kind, damaged, fuzz
 MEMORY = 1 << 30
 
 
-@pytest.mark.parametrize("name", KINDS)
+ARCHIVES = ("reference", "index", "shared-state", "manifest", "tracker")
+"""Kinds of which an input takes a tenth of a second and more."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in ARCHIVES else []) for name in KINDS]
+)
 def test_two_hundred_damaged_files_are_read_or_refused(name: str, samples: Path) -> None:
     result = fuzz(name, samples, inputs=200, seed=0, memory=MEMORY, time_out=60.0)
     assert not result.failures
