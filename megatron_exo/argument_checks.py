@@ -35,7 +35,7 @@ def check_arguments(args: Namespace) -> None:
 def _missing(args: Namespace) -> Iterator[str]:
     """What Megatron has no default for, and partly asks for only after the model is built."""
     needed = ["num_layers", "hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings"]
-    needed += ["micro_batch_size", "eval_interval", *([] if args.skip_train else ["lr"])]
+    needed += ["micro_batch_size", *([] if args.skip_train else ["lr"]), "eval_interval"]
     if missing := [option(name) for name in needed if getattr(args, name) is None]:
         yield (
             f"the size of the model or of the run is not given: {', '.join(missing)}; pass these, "
