@@ -185,7 +185,9 @@ def run_under_fire(args: argparse.Namespace, folder: Path, dice: random.Random, 
         while kills > 0 and not job.is_over():
             if not wait_for(job.has_trained, 5 * _PATIENCE_S):
                 raise UserError(f"a start has trained nothing in {5 * _PATIENCE_S:.0f} s; see {job.log}")
-            time.sleep(dice.uniform(0.0, 8.0))
+            if dice.random() < 0.75:  # the first save of a process takes seconds, and would get most of the kills
+                wait_for(partial(job.has_said, "saved checkpoint"), _PATIENCE_S)
+            time.sleep(dice.uniform(0.0, 3.0))
             ranks = job.ranks()
             if len(ranks) < args.ranks or job.is_over():
                 break  # the run has come to its end
