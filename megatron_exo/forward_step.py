@@ -18,7 +18,7 @@ from megatron_exo.data.sample_log import SAMPLE_ID, SampleLog
 from megatron_exo.nonfinite import step_batches
 
 _SPIKE = 10
-"""How many times the largest loss so far makes a spike, as Megatron's own training programs have it."""
+"""How many times the largest loss of the first hundred micro-batches makes a spike, as in Megatron's own programs."""
 _BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
 

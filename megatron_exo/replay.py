@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from megatron_exo.errors import UserError
+from megatron_exo.plain_pickle import check_saved
 from megatron_exo.resume import folder_to_load
 
 
@@ -40,7 +41,9 @@ def read_batch(path: Path) -> list[dict[str, Tensor]]:
         UserError: it cannot be read, or is no saved batch.
     """
     try:
-        batches = torch.load(path, weights_only=True)["batches"]
+        with path.open("rb") as file:
+            check_saved(file)
+            batches = torch.load(file, weights_only=True)["batches"]
         assert batches, "it has no batch"
         for batch in batches:
             assert {"tokens", "labels", "loss_mask", "position_ids"} <= batch.keys(), "a batch lacks a tensor"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_exo.checkpoints.integrity import damages, newest_whole
+from megatron_exo.checkpoints.manifest import POSITIONS
 from megatron_exo.checkpoints.reading import (
     TRACKER,
     CheckpointError,
@@ -33,8 +34,6 @@ _SHAPES = (
     "untie_embeddings_and_output_weights",
 )
 """Megatron's arguments that shapes follow from, beside the query groups and the axes of the variant."""
-_POSITIONS = ("position_embedding_type", "rotary_base", "rotary_percent", "rotary_interleaved")
-"""Those that no shape tells of: with another value the weights fit and compute something else."""
 _LONGEST_TRACKER = 18
 """Digits of an iteration; more are no number that was written there."""
 
@@ -171,7 +170,7 @@ def _model_differences(saved: Namespace, args: Namespace, exo: ExoConfig) -> Ite
         yield f"variant {names[0]} ({values}), not {names[1]}"
     if _query_groups(saved) != _query_groups(args):
         yield f"num_query_groups {_query_groups(saved)}, not {_query_groups(args)}"
-    for name in _SHAPES if args.finetune else _SHAPES + _POSITIONS:
+    for name in _SHAPES if args.finetune else _SHAPES + POSITIONS:
         if getattr(saved, name) != getattr(args, name):
             yield f"{name} {getattr(saved, name)}, not {getattr(args, name)}"
 

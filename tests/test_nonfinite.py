@@ -53,6 +53,12 @@ def with_gradients_that_are_infinite() -> None:
     pretrain.main()
 
 
+def with_a_spike() -> None:
+    """In the first micro-batch after the hundred that Megatron takes its measure from."""
+    _poison(101, lambda loss: loss * 100)
+    pretrain.main()
+
+
 def with_a_weight_that_is_nan() -> None:
     """In the second layer's MLP, from the start."""
     from megatron_exo.model.layer import ExoTransformerLayer
@@ -121,6 +127,16 @@ def test_a_replay_trains_one_iteration_on_that_batch_and_saves_nothing(
     assert "the output of module.decoder.layers.1.mlp.linear_fc1 is the first that is not finite" in one_line(
         outcome.err
     )
+
+
+@pytest.mark.slow
+def test_a_spike_of_the_loss_is_in_the_log_where_asked_for(tmp_path: Path) -> None:
+    words = "--train-iters 27 --save-interval 100 --check-for-spiky-loss".split()
+    for program, expected in ((with_a_spike, 1), (pretrain.main, 0)):
+        folder = tmp_path / program.__name__
+        outcome = _run(program, folder, *words)
+        assert outcome.status == 0, outcome.err
+        assert (folder / "logs" / "rank-0.log").read_text().count("spiky loss") == expected
 
 
 def test_a_file_that_is_no_batch_is_refused(stopped: tuple[Path, Outcome], tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ import pytest
 from tests.hosts import Host, hosts, why_not
 from tests.programs import MOCK_DATA, MODEL
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why_not()), reason=why_not())]
+WHY_NOT = why_not()
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
 RUN = "--micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --eval-iters 1 --eval-interval 1000 --log-interval 1"
 RUN += " --num-workers 0 --save-interval 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
 

@@ -54,7 +54,8 @@ _SIZES = (
     "seq_length",
     "max_position_embeddings",
 )
-_POSITIONS = ("position_embedding_type", "rotary_base", "rotary_percent", "rotary_interleaved")
+POSITIONS = ("position_embedding_type", "rotary_base", "rotary_percent", "rotary_interleaved")
+"""Arguments that no shape tells of: with another value the weights fit and compute something else."""
 _LAYOUT = (
     "world_size",
     "tensor_model_parallel_size",
@@ -159,7 +160,7 @@ def _model(args: Namespace) -> dict[str, Any]:
         **{name: getattr(args, name) for name in _SIZES},
         "num_query_groups": groups,
         "tied_embeddings": not args.untie_embeddings_and_output_weights,
-        **{name: getattr(args, name) for name in _POSITIONS},
+        **{name: getattr(args, name) for name in POSITIONS},
         "normalization": args.normalization,
         "layernorm_epsilon": args.layernorm_epsilon,
         "dtype": str(args.params_dtype).removeprefix("torch."),
