@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron_exo import console
 from megatron_exo.checkpoints.integrity import damages, newest_whole
 from megatron_exo.checkpoints.manifest import POSITIONS
 from megatron_exo.checkpoints.reading import (
@@ -49,6 +50,7 @@ def check_load(args: Namespace, exo: ExoConfig) -> None:
     Raises:
         CheckpointError: it is damaged, incomplete or another model's.
     """
+    _name_what_no_tracker_names(args)
     folder = folder_to_load(args)
     if folder is None:
         if args.load is not None and args.exit_on_missing_checkpoint:
@@ -122,6 +124,17 @@ def _offer(root: Path, args: Namespace, *, before: Path | None = None) -> str:
     return f"go on from the newest whole one{' before it' if before else ''} with --ckpt-step {step}"
 
 
+def _name_what_no_tracker_names(args: Namespace) -> None:
+    """Go on from the newest whole checkpoint of ``--load`` if a first save was cut short just before its tracker."""
+    if args.load is None or args.ckpt_step is not None or (Path(args.load) / TRACKER).exists():
+        return
+    step = newest_whole(Path(args.load), checksums=False)
+    if step is not None:
+        args.ckpt_step = step
+        if os.environ.get("RANK", "0") == "0":
+            console.say(f"{args.load} has no {TRACKER}: going on from its newest whole checkpoint, {step}")
+
+
 def folder_to_load(args: Namespace) -> Path | None:
     """The folder ``iter_NNNNNNN`` that Megatron will read, or ``None`` if there is no checkpoint to load.
 
@@ -145,8 +158,8 @@ def folder_to_load(args: Namespace) -> Path | None:
             folder = root / text if text == "release" else folder_of(root, int(text))
         elif (step := newest_whole(root, checksums=False)) is not None:
             raise CheckpointError(
-                f"{root} holds checkpoints but no {TRACKER}, which names the one to load; pass --ckpt-step {step} to "
-                "go on from the newest whole one, or move them away to start anew"
+                f"{root} holds checkpoints but no {TRACKER}, which names the one to load; pass --ckpt-step {step} for "
+                "the newest whole one"
             )
         else:
             continue

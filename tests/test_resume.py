@@ -249,7 +249,6 @@ DAMAGES: list[tuple[Callable[[Path], object], str]] = [
         r"does not name an iteration but 'two'; write the number of a folder iter_N there, or go on from the newest "
         r"whole one with --ckpt-step 2$",
     ),
-    (remove(f"../{TRACKER}"), r"holds checkpoints but no .*; pass --ckpt-step 2 to go on from the newest whole one"),
     (write(f"../{TRACKER}", b"6"), r"iter_0000006 is missing \(there: iter_0000002\)"),
 ]
 
@@ -316,6 +315,36 @@ def test_a_folder_that_holds_only_a_partial_checkpoint_is_a_first_start(args: Na
     for name in (f"../{TRACKER}", MANIFEST, "metadata.json"):
         remove(name)(folder)
     assert folder_to_load(args) is None
+
+
+@pytest.mark.parametrize("has_manifest", [True, False], ids=["with a manifest", "without"])
+def test_a_first_checkpoint_cut_short_before_its_tracker_is_gone_on_from(
+    args: Namespace, capsys: pytest.CaptureFixture[str], has_manifest: bool
+) -> None:
+    root = Path(args.load)
+    shutil.copytree(root / "iter_0000002", root / "iter_0000004")
+    remove("metadata.json")(root / "iter_0000004")
+    remove(f"../{TRACKER}")(root / "iter_0000002")
+    if not has_manifest:
+        remove(MANIFEST)(root / "iter_0000002")
+    check_load(args, exo_of(args))
+    assert args.ckpt_step == 2
+    assert f"{root} has no {TRACKER}: going on from its newest whole checkpoint, 2\n" in capsys.readouterr().out
+
+
+def test_a_run_killed_between_its_first_checkpoint_and_the_tracker_goes_on_by_itself(run: Path) -> None:
+    (run / TRACKER).unlink()
+    again = pretrain(run)
+    assert again.status == 0, again.err
+    assert f"loaded checkpoint 2 from {run}" in again.out
+    assert (run / TRACKER).read_text() == "4"
+
+
+def test_weights_to_begin_with_are_not_guessed(args: Namespace) -> None:
+    args.pretrained_checkpoint, args.load = args.load, None
+    remove(f"../{TRACKER}")(Path(args.pretrained_checkpoint) / "iter_0000002")
+    with pytest.raises(CheckpointError, match=r"holds checkpoints but no .*; pass --ckpt-step 2 for the newest whole"):
+        check_load(args, exo_of(args))
 
 
 def test_a_checkpoint_without_a_manifest_loads(args: Namespace) -> None:

@@ -9,7 +9,7 @@ A small model trains under torchrun and saves every other iteration, so that man
 moment after its first iteration one rank gets SIGKILL. Then, each time:
 
   - torchrun must end (or, with --max-restarts, go on) within 60 seconds;
-  - the newest checkpoint that the run names must be complete;
+  - the newest checkpoint that the run names must be complete (before it names any, a complete one may be there);
   - the next start must load exactly that one.
 
 When the run has reached its end, its last checkpoint must equal, bit by bit, that of a run nobody disturbed: weights,
@@ -140,12 +140,13 @@ class Job:
         self.process.wait()
 
 
-def named_iteration(folder: Path) -> int | None:
-    """The iteration of the checkpoint that a run would load."""
+def loadable_iteration(folder: Path) -> int | None:
+    """The iteration of the checkpoint that the next start must load: named, or whole before any was named."""
+    from megatron_exo.checkpoints.integrity import newest_whole
     from megatron_exo.checkpoints.reading import TRACKER
 
     tracker = folder / TRACKER
-    return int(tracker.read_text()) if tracker.exists() else None
+    return int(tracker.read_text()) if tracker.exists() else newest_whole(folder, checksums=True)
 
 
 def newest_folder(folder: Path) -> int:
@@ -198,7 +199,7 @@ def run_under_fire(args: argparse.Namespace, folder: Path, dice: random.Random, 
             gone = partial(job.are_gone, ranks) if args.max_restarts else job.is_over
             ended = wait_for(gone, _PATIENCE_S)
             seconds = time.monotonic() - killed_at
-            newest = named_iteration(folder)
+            newest = loadable_iteration(folder)
             kill = Kill(rank, iteration, newest_folder(folder) > (newest or 0), newest, round(seconds, 1))
             kill.trouble = trouble_with(folder, newest)
             if not ended:
