@@ -28,6 +28,7 @@ from megatron_exo.config import (
 from megatron_exo.errors import leave
 from megatron_exo.model.config import WIRES
 from megatron_exo.model.initialization import RECIPES
+from megatron_exo.same_run import KINDS
 from megatron_exo.variants import VARIANTS, get_variant
 
 _AXES: dict[str, tuple[Sequence[str] | type, str]] = {
@@ -106,6 +107,14 @@ def add_exo_arguments(parser: ArgumentParser) -> ArgumentParser:
         "--exo-log-samples",
         action="store_true",
         help="write which samples of the training set each step takes, to SAVE/logs/samples-dpN.jsonl",
+    )
+    group.add_argument(
+        "--exo-accept-change",
+        nargs="+",
+        choices=KINDS,
+        metavar="WHAT",
+        help="go on from a checkpoint although this is not what it was trained on; without this, a change of "
+        f"{', '.join(KINDS[:-1])} or {KINDS[-1]} is refused",
     )
     group.add_argument(
         "--exo-replay",
@@ -192,7 +201,7 @@ def _early_arguments(parser: ArgumentParser, group: Any) -> tuple[Namespace, dic
     ours = {action.dest for action in group._group_actions}
     for action in parser._actions:
         if action.dest in {*ours, *presets.ADJUSTABLE, "yaml_cfg"}:
-            kept: dict[str, Any] = {"dest": action.dest, "type": action.type, "choices": action.choices}
+            kept: dict[str, Any] = {name: getattr(action, name) for name in ("dest", "type", "choices", "nargs")}
             if action.nargs == 0:  # a flag
                 kept = {"dest": action.dest, "action": "store_const", "const": action.const}
             default = action.default if action.dest in ours else SUPPRESS

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_exo import console
-from megatron_exo.checkpoints.integrity import damages, newest_whole
+from megatron_exo.checkpoints.integrity import damages, newest_whole, read_manifest
 from megatron_exo.checkpoints.manifest import POSITIONS
 from megatron_exo.checkpoints.reading import (
     TRACKER,
@@ -23,6 +23,7 @@ from megatron_exo.checkpoints.reading import (
     read_saved_arguments,
 )
 from megatron_exo.config import ExoConfig
+from megatron_exo.same_run import KINDS, changes, starts_anew
 from megatron_exo.variants import name_of
 
 _SHAPES = (
@@ -37,6 +38,8 @@ _SHAPES = (
 """Megatron's arguments that shapes follow from, beside the query groups and the axes of the variant."""
 _LONGEST_TRACKER = 18
 """Digits of an iteration; more are no number that was written there."""
+
+_LONGEST_LIST = 8
 
 
 def check_load(args: Namespace, exo: ExoConfig) -> None:
@@ -70,7 +73,7 @@ def check_load(args: Namespace, exo: ExoConfig) -> None:
         index = read_index(folder)
         if _reads_files():
             check_objects(folder, index, share=_share_of_files())
-        saved = _scalars(read_saved_arguments(folder, index))
+        saved = _plain_values(read_saved_arguments(folder, index))
     except DamagedCheckpointError as error:
         earlier = _offer(folder.parent, args, before=folder)
         raise CheckpointError(f"{error}; copy it again, or {earlier}") from error
@@ -85,9 +88,10 @@ def check_load(args: Namespace, exo: ExoConfig) -> None:
             f"checkpoint {folder} is of another model: {'; '.join(differences)}; "
             "pass the arguments it was trained with, or another --load"
         )
-    starts_anew = args.finetune or args.no_load_optim or args.skip_train
+    if os.environ.get("RANK", "0") == "0":
+        _check_same_run(folder, saved, args)
     has_decided = args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler
-    if starts_anew or has_decided or (schedule := _schedule(args)) == before:
+    if starts_anew(args) or has_decided or (schedule := _schedule(args)) == before:
         return
     changes = [f"{name} {before[name]}, not {ours}" for name, ours in schedule.items() if before[name] != ours]
     raise CheckpointError(
@@ -97,10 +101,32 @@ def check_load(args: Namespace, exo: ExoConfig) -> None:
     )
 
 
-def _scalars(args: Namespace) -> Namespace:
-    """The arguments that are one value: those that are compared, and of no size that a message could not hold."""
-    scalars = (bool, int, float, str, type(None))
-    return Namespace(**{name: value for name, value in vars(args).items() if isinstance(value, scalars)})
+def _check_same_run(folder: Path, saved: Namespace, args: Namespace) -> None:
+    """Refuse another tokenizer, data, sequence length or batch size than the checkpoint's, unless it is meant."""
+    found = [(kind, text) for kind, text in changes(saved, read_manifest(folder), args)]
+    accepted = set(args.exo_accept_change or ())
+    refused = [(kind, text) for kind, text in found if kind not in accepted]
+    if refused:
+        kinds = [kind for kind in KINDS if kind in {kind for kind, _ in refused} | accepted]
+        raise CheckpointError(
+            f"checkpoint {folder} was trained on something else: "
+            f"{'; '.join(f'{kind}: {text}' for kind, text in refused)}; pass the arguments it was trained with, "
+            f"or, if that is meant, --exo-accept-change {' '.join(kinds)}"
+        )
+    for kind, text in found:
+        console.say(f"accepted: {kind} of {folder}: {text}")
+
+
+def _plain_values(args: Namespace) -> Namespace:
+    """The arguments that are one value or a few: those that are compared, and of a size that a message can hold."""
+
+    def is_plain(value: object) -> bool:
+        return isinstance(value, bool | int | float | str | None)
+
+    def is_short(value: object) -> bool:
+        return isinstance(value, list) and len(value) <= _LONGEST_LIST and all(map(is_plain, value))
+
+    return Namespace(**{name: value for name, value in vars(args).items() if is_plain(value) or is_short(value)})
 
 
 def _reads_files() -> bool:

@@ -7,14 +7,13 @@ several steps after the one that it holds.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import math
 import shutil
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -30,12 +29,11 @@ from megatron_exo.checkpoints.integrity import (
     MANIFEST,
     digest_of,
     replacing,
-    sha256_of,
     take_digest,
 )
 from megatron_exo.checkpoints.reading import DamagedCheckpointError, read_index, read_shared_state
+from megatron_exo.checkpoints.sources import describe_data, describe_tokenizer, tokenizer_files
 from megatron_exo.config import ExoConfig
-from megatron_exo.data.tokenizers import TokenizerError, TokenizerSpec
 from megatron_exo.variants import name_of
 
 TOKENIZER_FOLDER = "tokenizer"
@@ -67,8 +65,6 @@ _LAYOUT = (
     "use_distributed_optimizer",
     "exo_wire",
 )
-_BESIDE_TOKENIZER = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-"""What a Hugging Face tokenizer needs or may have beside its ``tokenizer.json``."""
 
 
 def write_manifest(folder: Path) -> None:
@@ -83,7 +79,8 @@ def write_manifest(folder: Path) -> None:
     if not hasattr(state.get("args"), "exo_variant"):
         return
     content = describe(state["args"], state["iteration"], index) | _circumstances(state["args"])
-    content["tokenizer"] = _tokenizer(state["args"], folder / TOKENIZER_FOLDER)
+    for name in _copy_tokenizer(tokenizer_files(state["args"]), folder / TOKENIZER_FOLDER):
+        content["tokenizer"]["files"][name]["copied"] = True
     content["files"] = dict(_files(folder, index))
     with replacing(folder / MANIFEST) as file:
         file.write(json.dumps({"sha256": digest_of(content), **content}, indent=1) + "\n")
@@ -138,7 +135,8 @@ def _circumstances(args: Namespace) -> dict[str, Any]:
     """What only the program knows that saves: when, with what, by which command, from which data."""
     return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "data": _data(args),
+        "tokenizer": describe_tokenizer(args),
+        "data": describe_data(args),
         "versions": {
             "megatron_exo": megatron_exo.__version__,
             "megatron_core": version("megatron-core"),  # its own attribute names the commit of the current folder
@@ -167,70 +165,13 @@ def _model(args: Namespace) -> dict[str, Any]:
     }
 
 
-def _tokenizer(args: Namespace, folder: Path) -> dict[str, Any]:
-    """Which tokenizer, and its files, copied into ``folder`` if they are small."""
-    model = args.tokenizer_model
-    described: dict[str, Any] = {
-        "type": args.tokenizer_type,
-        "model": None if model is None else Path(model).name,
-        "files": {},
-    }
-    try:
-        files = [] if model is None else TokenizerSpec(args.tokenizer_type, str(model)).files()
-    except TokenizerError as error:  # of a type that only Megatron reads, or from a hub
-        return described | {"no_files": str(error)}
-    files += [path for name in _BESIDE_TOKENIZER if files and (path := files[0].with_name(name)).is_file()]
-    for file in files:
-        size = file.stat().st_size
-        is_small = size <= LARGEST_COPY
-        described["files"][file.name] = {"bytes": size, "sha256": sha256_of(file), "copied": is_small}
-        if is_small:
-            folder.mkdir(exist_ok=True)
-            shutil.copyfile(file, folder / file.name)
-    return described
-
-
-def _data(args: Namespace) -> dict[str, Any]:
-    """What the run was trained on: prefixes with their weights, and digests that tell whether they still are that."""
-    from megatron.training.utils import get_blend_and_blend_per_split
-
-    described: dict[str, Any] = {"seed": args.seed, "split": args.split, "mock": bool(args.mock_data), "sets": []}
-    if args.mock_data:
-        return described
-    try:
-        blend, per_split = get_blend_and_blend_per_split(args)
-    except (OSError, ValueError, KeyError) as error:  # lists in files, which may be gone by now
-        return described | {"unreadable": str(error)}
-    parts = (
-        {"all": blend} if blend is not None else dict(zip(("train", "valid", "test"), per_split or (), strict=False))
-    )
-    for part, named in parts.items():
-        prefixes, weights = named or ([], None)
-        for number, prefix in enumerate(prefixes):
-            weight = None if weights is None else weights[number]
-            described["sets"].append({"part": part, "prefix": prefix, "weight": weight, **_dataset(prefix)})
-    return described
-
-
-def _dataset(prefix: str) -> dict[str, Any]:
-    """Sizes and digests of a dataset's files, ``None`` for what is not there."""
-    sizes = {kind: _size(Path(f"{prefix}.{kind}")) for kind in ("bin", "idx", "json")}
-    return {
-        "bin_bytes": sizes["bin"],
-        "idx_bytes": sizes["idx"],
-        "idx_sha256": _digest(Path(f"{prefix}.idx"), sizes["idx"]),
-        "sidecar_sha256": _digest(Path(f"{prefix}.json"), sizes["json"]),
-    }
-
-
-def _size(path: Path) -> int | None:
-    return path.stat().st_size if path.is_file() else None
-
-
-@functools.cache
-def _digest(path: Path, size: int | None) -> str | None:
-    """Made once a run: an index of many documents takes seconds."""
-    return None if size is None else sha256_of(path)
+def _copy_tokenizer(files: Iterable[Path], folder: Path) -> list[str]:
+    """Copy those of a tokenizer's files that are small into ``folder``; their names."""
+    small = [file for file in files if file.stat().st_size <= LARGEST_COPY]
+    for file in small:
+        folder.mkdir(exist_ok=True)
+        shutil.copyfile(file, folder / file.name)
+    return [file.name for file in small]
 
 
 def plain(value: Any) -> Any:
