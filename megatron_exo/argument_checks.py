@@ -62,6 +62,8 @@ def _data_problems(args: Namespace) -> Iterator[str]:
 
 
 def _tokenizer_problems(args: Namespace) -> Iterator[str]:
+    if args.trust_remote_code:
+        yield "--trust-remote-code would run code that comes with a tokenizer; leave it out, and use one without code"
     if args.tokenizer_type is None:
         yield (
             "no tokenizer; pass --tokenizer-type and --tokenizer-model as the data was made with "
@@ -122,7 +124,9 @@ def _schedule_problems(args: Namespace) -> Iterator[str]:
 
 
 def _checkpoint_problems(args: Namespace) -> Iterator[str]:
-    """What Megatron would find out at the first save, and what would remove more than is meant."""
+    """What Megatron would find out at the first save, what would remove more than is meant, or be loaded unchecked."""
+    if args.non_persistent_ckpt_type is not None:
+        yield "--non-persistent-ckpt-type: such checkpoints would be loaded unchecked; leave it out"
     keeps = [name for name in ("keep_last", "keep_every") if getattr(args, name) is not None]
     for name in keeps:
         if getattr(args, name) < 1:

@@ -144,6 +144,27 @@ def add_exo_arguments(parser: ArgumentParser) -> ArgumentParser:
         help="keep checkpoints whose iteration is a multiple of M, too, and remove other old ones",
     )
     group.add_argument(
+        "--exo-tolerate-failed-saves",
+        action="store_true",
+        help="go on training when a checkpoint cannot be written, as on a full disk: those before it stay, the next "
+        "save tries again, and the exit status is 1 if the last one failed (default: end at once)",
+    )
+    group.add_argument(
+        "--no-exit-signal-handler",
+        dest="exit_signal_handler",
+        action="store_false",
+        help="die of SIGTERM at once; otherwise SIGTERM and SIGUSR1 end the run after the iteration in progress, with "
+        "a checkpoint and exit status 0",
+    )
+    group.add_argument(
+        "--grad-norm-skip-threshold",
+        type=float,
+        default=float("inf"),
+        metavar="NORM",
+        help="leave out the update of an iteration whose gradient norm, before clipping, is above this "
+        "(default: no limit)",
+    )
+    group.add_argument(
         "--no-verify-checkpoint",
         dest="verify_checkpoint",
         action="store_false",
@@ -241,6 +262,7 @@ def megatron_defaults() -> dict[str, object]:
         "calculate_per_token_loss": True,  # every token weighs the same, whatever micro-batch it is in
         "create_attention_mask_in_dataloader": False,
         "dist_ckpt_optim_fully_reshardable": True,
+        "exit_signal_handler": True,
         "rerun_mode": "disabled",  # a NaN ends the run at once, with its batch saved (nonfinite.py)
         "distributed_backend": platform.communication_backend(),
         "transformer_impl": default_transformer_impl(),

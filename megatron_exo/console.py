@@ -49,6 +49,7 @@ class Console(io.TextIOBase):
         self._log_dir = log_dir
         self._log_name = f"rank-{rank:0{len(str(world_size - 1))}d}.log"
         self._files: dict[str, IO[str]] = {}
+        self._complained: set[str] = set()
         self._seq_length = seq_length
         self._full = full
         self._intervals = IntervalReader()
@@ -83,8 +84,11 @@ class Console(io.TextIOBase):
             if self._partial:
                 self._take(self._partial)
             self._partial, self._finished = "", True
-            for file in self._files.values():
-                file.close()
+            for name, file in self._files.items():
+                try:
+                    file.close()
+                except OSError as error:
+                    self._complain(name, error)
             self._files, self._log_dir = {}, None
 
     def flush(self) -> None:
@@ -124,7 +128,16 @@ class Console(io.TextIOBase):
             return
         if name not in self._files:
             self._files[name] = _open_for_append(self._log_dir / name)
-        self._files[name].write(line + "\n")
+        try:
+            self._files[name].write(line + "\n")
+            self._complained.discard(name)
+        except OSError as error:  # no reason to end a run; what is not written yet is tried again with the next line
+            self._complain(name, error)
+
+    def _complain(self, name: str, error: OSError) -> None:
+        if name not in self._complained and self._log_dir is not None:
+            self._complained.add(name)
+            print(f"{self._log_dir / name} cannot be written: {error.strerror}", file=self._terminal, flush=True)
 
 
 class _LoggingHandler(logging.Handler):

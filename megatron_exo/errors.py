@@ -50,7 +50,7 @@ def leave(message: str, *, status: int = 1, only_here: bool = False) -> NoReturn
         print(f"error: rank {os.environ.get('RANK', '0')}: {line}", file=sys.stderr, flush=True)
         # Other ranks may wait for this one in a collective, and threads of this one for them: leave without either.
         for child in multiprocessing.active_children():  # a checkpoint's save leaves a manager behind
-            child.terminate()
+            child.kill()  # it may have this process's handler of SIGTERM
         os._exit(status)
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"error: {line}", file=sys.stderr, flush=True)

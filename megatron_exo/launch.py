@@ -14,7 +14,7 @@ _DATA_OPTIONS = ("--data-path", "--data-args-path", "--train-data-path", "--per-
 _LAUNCHER_OPTIONS = ("--nproc-per-node", "--nproc_per_node", "--nnodes", "--node-rank", "--node_rank", "--master-addr",
                      "--master_addr", "--master-port", "--master_port", "--rdzv-backend", "--rdzv_backend",
                      "--rdzv-endpoint", "--rdzv_endpoint", "--rdzv-id", "--rdzv_id", "--max-restarts",
-                     "--max_restarts")  # fmt: skip
+                     "--max_restarts", "--signals-to-handle", "--signals_to_handle")  # fmt: skip
 
 
 def demo_folder() -> Path:
@@ -56,6 +56,9 @@ def start_torchrun(arguments: list[str]) -> None:
         launcher = ["--nproc-per-node", "1", *launcher]
     if not any(option.startswith(("--master", "--rdzv", "--nnodes")) for option in launcher):
         launcher = ["--standalone", *launcher]
+    if not any(option.startswith(("--signals-to-handle", "--signals_to_handle")) for option in launcher):
+        # torchrun dies alone of a signal that is not among these; these it passes on, and waits 30 s for the ranks.
+        launcher = ["--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1", *launcher]
     script = ROOT / "examples" / "pretrain_exoformer.sh"
     # One thread a rank: several ranks share the cores of a machine without GPUs.
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -5,43 +5,59 @@ overflows the C stack, for an array of terabytes, or for a tensor beyond the byt
 held to the few forms that PyTorch writes: protocols 2 and later, dicts with names for keys, objects that are made from
 names and numbers, and tensors of exactly the bytes that follow.
 
-Python's own unpickler in Python is used, not the one in C: its memo grows with the file and not with a number in it.
+The pickles are followed here and not by the ``pickle`` module. Its unpickler in C hashes any key, and its memo grows
+with a number in the file and not with the file; the one in Python takes ten times longer than what is here, and the
+index of a large run has tens of millions of opcodes.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import gc
+import importlib
 import io
 import math
 import pickle
 import re
+import struct
 import zipfile
-from collections.abc import Callable
 from enum import Enum
-from typing import Any, BinaryIO, ClassVar
+from pathlib import PosixPath
+from typing import Any, BinaryIO
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-_OPCODES = """
-    PROTO FRAME STOP MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT BINUNICODE SHORT_BINUNICODE
-    SHORT_BINBYTES BINBYTES SHORT_BINSTRING EMPTY_LIST APPEND APPENDS EMPTY_DICT SETITEM SETITEMS EMPTY_TUPLE TUPLE1
-    TUPLE2 TUPLE3 TUPLE BINGET LONG_BINGET BINPUT LONG_BINPUT MEMOIZE GLOBAL STACK_GLOBAL REDUCE NEWOBJ BUILD BINPERSID
-"""
+(
+    _PROTO, _FRAME, _STOP, _MARK, _NONE, _NEWTRUE, _NEWFALSE, _BININT, _BININT1, _BININT2, _LONG1, _BINFLOAT,
+    _BINUNICODE, _SHORT_BINUNICODE, _SHORT_BINBYTES, _BINBYTES, _SHORT_BINSTRING, _EMPTY_LIST, _APPEND, _APPENDS,
+    _EMPTY_DICT, _SETITEM, _SETITEMS, _EMPTY_TUPLE, _TUPLE1, _TUPLE2, _TUPLE3, _TUPLE, _BINGET, _LONG_BINGET, _BINPUT,
+    _LONG_BINPUT, _MEMOIZE, _GLOBAL, _STACK_GLOBAL, _REDUCE, _NEWOBJ, _BUILD, _BINPERSID,
+) = (
+    getattr(pickle, name)[0]
+    for name in """
+    PROTO FRAME STOP MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT
+    BINUNICODE SHORT_BINUNICODE SHORT_BINBYTES BINBYTES SHORT_BINSTRING EMPTY_LIST APPEND APPENDS
+    EMPTY_DICT SETITEM SETITEMS EMPTY_TUPLE TUPLE1 TUPLE2 TUPLE3 TUPLE BINGET LONG_BINGET BINPUT
+    LONG_BINPUT MEMOIZE GLOBAL STACK_GLOBAL REDUCE NEWOBJ BUILD BINPERSID
+    """.split()
+)  # fmt: skip
+_unsigned, _signed = struct.Struct("<I").unpack_from, struct.Struct("<i").unpack_from
+_OBJECT = bytes([_NEWOBJ, _MEMOIZE, _EMPTY_DICT, _MEMOIZE, _MARK])
+"""What follows the empty tuple of an object with fields."""
+_SIZE = bytes([_MEMOIZE, _TUPLE1, _MEMOIZE, _REDUCE, _MEMOIZE])
+"""What follows the pair in a ``torch.Size`` of two dimensions."""
 _ITEM_SIZES = {name: dtype.itemsize for name, dtype in torch.storage._storage_type_to_dtype_map().items()}
 _LARGEST_NUMBER = 1 << 20
 """What a call of anything but a tensor may be given: some classes allocate as many bytes or items."""
 
 
-class _Unpickler(pickle._Unpickler):
+class _Unpickler:
     """Everything but the making of objects: subclasses say what those are."""
 
-    dispatch: ClassVar[dict[int, Any]] = {
-        code: pickle._Unpickler.dispatch[code] for code in (getattr(pickle, name)[0] for name in _OPCODES.split())
-    }
-
-    stack: list[Any]
-    pop_mark: Callable[[], list[Any]]
+    def find_class(self, module: str, name: str) -> Any:
+        """What stands for a class or function."""
+        raise NotImplementedError
 
     def call(self, function: Any, args: tuple[Any, ...]) -> Any:
         """What ``function(*args)`` stands for."""
@@ -55,46 +71,189 @@ class _Unpickler(pickle._Unpickler):
         """Fill an object."""
         raise NotImplementedError
 
-    def load_reduce(self) -> None:
-        args = self.stack.pop()
-        _demand(type(args) is tuple, "a call without arguments")
-        self.stack[-1] = self.call(self.stack[-1], args)
+    def persistent_load(self, pid: Any) -> Any:
+        """What a reference to something outside of the pickle stands for."""
+        raise pickle.UnpicklingError("it refers to something outside of the pickle")
 
-    def load_newobj(self) -> None:
-        args = self.stack.pop()
-        _demand(args == () and type(args) is tuple, "an object made from arguments")
-        self.stack[-1] = self.new(self.stack[-1])
+    def load(self, data: bytes) -> Any:
+        """What a pickle stands for.
 
-    def load_build(self) -> None:
-        state = self.stack.pop()
-        self.build(self.stack[-1], state)
+        Raises:
+            EOFError: it ends before its end, or takes more from its stack than there is.
+            Exception: it is refused, or damaged, and leads to any other.
+        """
+        try:
+            return self._follow(data)
+        except (IndexError, struct.error) as error:
+            raise EOFError("it is cut off or damaged") from error
 
-    def load_setitem(self) -> None:
-        value, key = self.stack.pop(), self.stack.pop()
-        self._set(self.stack[-1], key, value)
+    def _follow(self, data: bytes) -> Any:
+        """Frequent opcodes come first and call few functions, for that is what takes the time.
 
-    def load_setitems(self) -> None:
-        items = self.pop_mark()
-        for key, value in zip(items[::2], items[1::2], strict=True):
-            self._set(self.stack[-1], key, value)
+        Nothing asks for the end of the data: behind a piece that is cut off there is no next opcode.
+        """
+        stack: list[Any] = []
+        below: list[list[Any]] = []  # for each mark, the stack under it
+        memo: list[Any] = []
+        place = 0
+        while True:
+            code = data[place]
+            place += 1
+            if code == _MEMOIZE:
+                memo.append(stack[-1])
+            elif code == _LONG_BINGET:
+                stack.append(memo[_unsigned(data, place)[0]])
+                place += 4
+            elif code == _BINGET:
+                stack.append(memo[data[place]])
+                place += 1
+            elif code == _BININT1:
+                stack.append(data[place])
+                place += 1
+            elif code == _MARK:
+                below.append(stack)
+                stack = []
+            elif code == _EMPTY_TUPLE:
+                if data[place : place + 5] == _OBJECT:
+                    stack[-1] = self.new(stack[-1])
+                    memo.append(stack[-1])
+                    stack.append({})
+                    memo.append(stack[-1])
+                    below.append(stack)
+                    stack = []
+                    place += len(_OBJECT)
+                else:
+                    stack.append(())
+            elif code == _BININT2:
+                stack.append(data[place] | data[place + 1] << 8)
+                place += 2
+            elif code == _TUPLE2:
+                pair = stack[-2], stack[-1]
+                stack.pop()
+                if data[place : place + 5] == _SIZE:
+                    stack.pop()
+                    size = self.call(stack[-1], (pair,))
+                    memo += pair, (pair,), size
+                    stack[-1] = size
+                    place += len(_SIZE)
+                else:
+                    stack[-1] = pair
+            elif code == _BUILD:
+                state = stack.pop()
+                self.build(stack[-1], state)
+            elif code == _SETITEMS:
+                items, stack = stack, below.pop()
+                _set_items(stack[-1], items)
+            elif code == _BININT:
+                stack.append(_signed(data, place)[0])
+                place += 4
+            elif code == _EMPTY_DICT:
+                stack.append({})
+            elif code == _NEWOBJ:
+                args = stack.pop()
+                _demand(type(args) is tuple and not args, "an object made from arguments")
+                stack[-1] = self.new(stack[-1])
+            elif code == _TUPLE1:
+                stack[-1] = (stack[-1],)
+            elif code == _REDUCE:
+                args = stack.pop()
+                _demand(type(args) is tuple, "a call without arguments")
+                stack[-1] = self.call(stack[-1], args)
+            elif code == _TUPLE3:
+                stack[-3:] = [(stack[-3], stack[-2], stack[-1])]
+            elif code == _TUPLE:
+                items, stack = stack, below.pop()
+                stack.append(tuple(items))
+            elif code == _APPENDS:
+                items, stack = stack, below.pop()
+                _demand(type(stack[-1]) is list, "items of something that is no list")
+                stack[-1].extend(items)
+            elif code == _APPEND:
+                item = stack.pop()
+                _demand(type(stack[-1]) is list, "items of something that is no list")
+                stack[-1].append(item)
+            elif code == _SETITEM:
+                _, *items = stack[-3:]
+                del stack[-2:]
+                _set_items(stack[-1], items)
+            elif code == _BINPUT:
+                _put(memo, data[place], stack[-1])
+                place += 1
+            elif code == _LONG_BINPUT:
+                _put(memo, _unsigned(data, place)[0], stack[-1])
+                place += 4
+            elif code == _BINPERSID:
+                stack[-1] = self.persistent_load(stack[-1])
+            elif code == _STACK_GLOBAL:
+                name, module = stack.pop(), stack.pop()
+                _demand(type(name) is str and type(module) is str, "a class without a name")
+                stack.append(self.find_class(module, name))
+            elif code == _GLOBAL:
+                middle = data.index(b"\n", place)
+                end = data.index(b"\n", middle + 1)
+                stack.append(self.find_class(data[place:middle].decode(), data[middle + 1 : end].decode()))
+                place = end + 1
+            elif code == _PROTO:
+                _demand(2 <= data[place] <= pickle.HIGHEST_PROTOCOL, f"protocol {data[place]}")
+                place += 1
+            elif code == _FRAME:
+                place += 8
+            elif code == _STOP:
+                return stack.pop()
+            else:
+                value, place = _value(code, data, place)
+                stack.append(value)
 
-    def _set(self, target: Any, key: Any, value: Any) -> None:
-        is_name = _is_name(key) or (type(key) is MetadataIndex and _is_plain_index(key))
-        _demand(is_name and isinstance(target, dict), f"a {type(key).__name__} for the key of a {_name(target)}")
+
+def _put(memo: list[Any], number: int, value: Any) -> None:
+    if number < len(memo):
+        memo[number] = value
+    else:
+        _demand(number == len(memo), "a note of a number that is not the next one")
+        memo.append(value)
+
+
+def _value(code: int, data: bytes, place: int) -> tuple[Any, int]:
+    """The string, number or other plain value of an opcode, and where the next one begins."""
+    if code in _CONSTANTS:
+        return _CONSTANTS[code], place
+    if code == _EMPTY_LIST:
+        return [], place
+    if code == _BINFLOAT:
+        return struct.unpack_from(">d", data, place)[0], place + 8
+    _demand(code in _LENGTHS, f"the opcode {code}")
+    begin = place + _LENGTHS[code]
+    end = begin + int.from_bytes(data[place:begin], "little")
+    content = data[begin:end]
+    if code == _LONG1:
+        return int.from_bytes(content, "little", signed=True), end
+    if code in (_SHORT_BINUNICODE, _BINUNICODE):
+        return content.decode("utf-8", "surrogatepass"), end
+    return content.decode("ascii") if code == _SHORT_BINSTRING else content, end
+
+
+_CONSTANTS = {_NONE: None, _NEWTRUE: True, _NEWFALSE: False}
+_LENGTHS = {_LONG1: 1, _SHORT_BINUNICODE: 1, _BINUNICODE: 4, _SHORT_BINBYTES: 1, _BINBYTES: 4, _SHORT_BINSTRING: 1}
+"""Opcode → the bytes that say how many follow."""
+
+
+def _set_items(target: Any, items: list[Any]) -> None:
+    """Put keys and values, in turn, into a dict; only keys whose hash is quick and not deep."""
+    if not isinstance(target, dict):
+        raise _refusal(f"keys of a {_name(target)}")
+    for key, value in zip(items[::2], items[1::2], strict=True):
+        if type(key) is not str and not _is_name(key) and not (type(key) is MetadataIndex and _is_plain_index(key)):
+            raise _refusal(f"a {_name(key)} for the key of a {_name(target)}")
         target[key] = value
-
-    dispatch |= {
-        pickle.REDUCE[0]: load_reduce,
-        pickle.NEWOBJ[0]: load_newobj,
-        pickle.BUILD[0]: load_build,
-        pickle.SETITEM[0]: load_setitem,
-        pickle.SETITEMS[0]: load_setitems,
-    }
 
 
 def _demand(holds: bool, otherwise: str) -> None:
     if not holds:
-        raise pickle.UnpicklingError(f"it is damaged, or no plain data: it has {otherwise}")
+        raise _refusal(otherwise)
+
+
+def _refusal(what: str) -> pickle.UnpicklingError:
+    return pickle.UnpicklingError(f"it is damaged, or no plain data: it has {what}")
 
 
 def _is_name(value: Any) -> bool:
@@ -119,24 +278,35 @@ def _is_plain_index(index: MetadataIndex) -> bool:
 
 
 class _IndexUnpickler(_Unpickler):
-    """Plain data classes of PyTorch's checkpoints, sizes and dtypes, and nothing else."""
+    """Plain data classes of PyTorch's checkpoints, sizes, dtypes and paths, and nothing else."""
+
+    def __init__(self) -> None:
+        self.data_classes: dict[type, bool] = {}
+        """Those that the index has named so far, and whether they take their state in themselves."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
         if (module, name) in _PLAIN:
-            return super().find_class(module, name)
+            return _PLAIN[module, name]
         if module.startswith(_CHECKPOINTS) and "." not in name:
-            found = super().find_class(module, name)
-            is_data = isinstance(found, type) and (dataclasses.is_dataclass(found) or issubclass(found, Enum))
-            if is_data and found.__module__.startswith(_CHECKPOINTS):
-                return found
+            found = getattr(importlib.import_module(module), name)
+            if isinstance(found, type) and found.__module__.startswith(_CHECKPOINTS):
+                if issubclass(found, Enum):
+                    return found
+                if dataclasses.is_dataclass(found):
+                    self.data_classes[found] = hasattr(found, "__setstate__")
+                    return found
         raise pickle.UnpicklingError(f"it names {module}.{name}, which an index does not need")
 
     def call(self, function: Any, args: tuple[Any, ...]) -> Any:
         if function is torch.Size:
-            is_shape = len(args) == 1 and type(args[0]) is tuple and all(type(size) is int for size in args[0])
-            _demand(is_shape, "a size without numbers")
+            _demand(len(args) == 1 and type(args[0]) is tuple, "a size without numbers")
+            for size in args[0]:
+                if type(size) is not int:
+                    raise _refusal("a size without numbers")
+        elif function is PosixPath:
+            _demand(all(type(part) is str for part in args), "a path that is no name")
         else:
             is_enum = isinstance(function, type) and issubclass(function, Enum)
             _demand(is_enum or function is torch.serialization._get_layout, f"a call of {_name(function)}")
@@ -144,20 +314,30 @@ class _IndexUnpickler(_Unpickler):
         return function(*args)
 
     def new(self, kind: Any) -> Any:
-        _demand(isinstance(kind, type) and dataclasses.is_dataclass(kind), f"an object of {_name(kind)}")
+        if not isinstance(kind, type) or kind not in self.data_classes:  # in this order: other things may not hash
+            raise _refusal("an object of another class than those of data")
         return object.__new__(kind)
 
     def build(self, instance: Any, state: Any) -> None:
-        _demand(not isinstance(instance, type) and dataclasses.is_dataclass(instance), f"a state of {_name(instance)}")
-        if hasattr(instance, "__setstate__"):
+        kind = type(instance)
+        if kind not in self.data_classes:
+            raise _refusal("a state of something that has none")
+        if self.data_classes[kind]:
             instance.__setstate__(state)
             return
-        _demand(isinstance(state, dict) and all(isinstance(key, str) for key in state), "an object without fields")
+        _demand(type(state) is dict, "an object without fields")
+        for name in state:
+            if type(name) is not str:
+                raise _refusal("an object without fields")
         instance.__dict__.update(state)  # past the __setattr__ of frozen ones, as the original does
 
 
 _CHECKPOINTS = "torch.distributed.checkpoint."
-_PLAIN = {("torch", "Size"), ("torch.serialization", "_get_layout")}
+_PLAIN = {
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    ("pathlib", "PosixPath"): PosixPath,  # where the checkpoint was written, if it was given as a path
+}
 
 
 def read_index_pickle(data: bytes) -> Metadata:
@@ -167,7 +347,13 @@ def read_index_pickle(data: bytes) -> Metadata:
         pickle.UnpicklingError: it names anything that an index does not need; nothing has been executed.
         Exception: it is damaged, and the bytes lead to any other.
     """
-    index = _IndexUnpickler(io.BytesIO(data)).load()
+    collects = gc.isenabled()
+    gc.disable()  # it would look through millions of new objects, of which none is garbage
+    try:
+        index = _IndexUnpickler().load(data)
+    finally:
+        if collects:
+            gc.enable()
     if not isinstance(index, Metadata):
         raise pickle.UnpicklingError(f"it holds a {type(index).__name__}")
     return index
@@ -197,8 +383,7 @@ class _Made:
 class _Outline(_Unpickler):
     """Follows a pickle of ``torch.save`` without making any object of it."""
 
-    def __init__(self, data: bytes) -> None:
-        super().__init__(io.BytesIO(data))
+    def __init__(self) -> None:
         self.storages: dict[str, int] = {}
         """Record → bytes that the pickle says it has."""
 
@@ -260,8 +445,8 @@ def check_saved(file: BinaryIO) -> None:
         pickles = [name for name in sizes if name.count("/") == 1 and name.endswith("/data.pkl")]
         _demand(len(pickles) == 1 and len(sizes) == len(entries), "no list of its content, or several")
         data = archive.read(pickles[0])
-    outline = _Outline(data)
-    outline.load()
+    outline = _Outline()
+    outline.load(data)
     folder = pickles[0].removesuffix("data.pkl")
     for key, needed in outline.storages.items():
         found = sizes.get(f"{folder}data/{key}")

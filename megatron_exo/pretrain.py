@@ -6,12 +6,14 @@ pipeline stages, and shows a person what a person needs to see.
 
 from __future__ import annotations
 
+import signal
 from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_exo import platform
 from megatron_exo.errors import one_line_errors
+from megatron_exo.platform.children import end_children_with_this_process
 
 if TYPE_CHECKING:
     from megatron_exo.startup import Start
@@ -22,6 +24,7 @@ def main() -> None:
     hint = "the checkpoints before this one are whole, make room and start again with the same command"
     with one_line_errors(storage_hint=hint):
         platform.activate()
+        end_children_with_this_process()
         _run()
 
 
@@ -32,6 +35,7 @@ def _run() -> None:
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
     from megatron_exo import console, replay
+    from megatron_exo.checkpoints.failed_saves import last_one_checked
     from megatron_exo.data.full_validation import full_validation_datasets_provider
     from megatron_exo.data.provider import check_data_arguments, train_valid_test_datasets_provider
     from megatron_exo.data.sample_log import numbering
@@ -48,6 +52,8 @@ def _run() -> None:
         log_dir, rank=args.rank, world_size=args.world_size, seq_length=args.seq_length, full=args.exo_log == "full"
     ) as out:
         start = understand()
+        if start.args.exit_signal_handler:  # what Megatron does at SIGTERM; clusters announce preemption by SIGUSR1
+            signal.signal(signal.SIGUSR1, signal.getsignal(start.args.exit_signal))
         check_data_arguments(start.args, start.tokenizer)
         check_storage(start.args, start.exo, start.vocab_size)
         if args.rank == 0:
@@ -68,7 +74,7 @@ def _run() -> None:
                 out.say(format_places(places))
             if start.args.save is not None:
                 check_shared(Path(start.args.save))
-        with batch_saved_when_not_finite(start.args, Path(args.save or ".") / "not-finite"):
+        with batch_saved_when_not_finite(start.args, Path(args.save or ".") / "not-finite"), last_one_checked():
             pretrain(
                 pretrain_cfg_container_from_args(start.args, start.model_config),
                 datasets_provider,

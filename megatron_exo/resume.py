@@ -63,8 +63,6 @@ def check_load(args: Namespace, exo: ExoConfig) -> None:
         if args.pretrained_checkpoint is not None:
             raise CheckpointError(f"--pretrained-checkpoint {args.pretrained_checkpoint} holds none; check the path")
         return
-    if args.non_persistent_ckpt_type is not None:
-        raise CheckpointError("--non-persistent-ckpt-type: such checkpoints would be loaded unchecked; leave it out")
     try:
         if check_files_of_ranks(folder):
             return

@@ -27,7 +27,8 @@ def call_roll(timeout_s: float) -> dist.Store:
         timeout_s: seconds for all ranks of all nodes to come this far.
 
     Returns:
-        The store, to be held until the ranks are connected: rank 0 may be its home.
+        The store to connect with. It holds nothing of an earlier attempt: when torchrun starts the ranks again, its
+        agents go on with the same store, in which ranks would find the addresses of those that have died.
 
     Raises:
         UserError: the store cannot be reached, ranks are missing, or one was started twice; which, and on what host.
@@ -50,7 +51,8 @@ def call_roll(timeout_s: float) -> dist.Store:
             f"rank {rank} on {host} cannot meet the others at MASTER_ADDR {address}, MASTER_PORT {port}, within "
             f"{timeout_s:.0f} s; check the address, that the port is open, and that the node of rank 0 is up"
         ) from error
-    calls = dist.PrefixStore(f"megatron_exo/roll-call/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    attempt = dist.PrefixStore(f"megatron_exo/attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    calls = dist.PrefixStore("roll-call", attempt)
     try:
         times = calls.add(f"times/{rank}", 1)
         if times > 1:
@@ -68,7 +70,7 @@ def call_roll(timeout_s: float) -> dist.Store:
         raise UserError(
             f"rank {rank} on {host} has lost the store at {address}:{port}, its home has ended; see what rank 0 prints"
         ) from error
-    return store
+    return attempt
 
 
 def _missing_after(calls: dist.Store, world_size: int, patience: timedelta) -> list[int]:

@@ -12,12 +12,14 @@ from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.training import get_tokenizer
+from megatron.training import get_args, get_tokenizer
 from megatron.training.arguments import parse_and_validate_args, parse_args
 from megatron.training.initialize import _initialize_distributed
 from megatron.training.vocab_utils import calculate_padded_vocab_size
@@ -31,6 +33,9 @@ from megatron_exo.errors import UserError
 from megatron_exo.plan import Layout, Plan
 from megatron_exo.resume import check_load
 from megatron_exo.roll_call import call_roll
+
+_LOOPBACK = "lo"
+"""Linux's name of the interface that no other machine reaches."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +107,8 @@ def _megatrons_refusals() -> Iterator[None]:
 def connect(start_timeout_s: float) -> ProcessGroupCollection:
     """Join the ranks and make Megatron's process groups; ``megatron.training.pretrain`` keeps them.
 
-    Without torchrun there is one rank, which meets itself at a free local port.
+    A single rank meets nobody, and no store listens for it. Tensors of ranks that are all on one machine stay on its
+    loopback, unless ``GLOO_SOCKET_IFNAME`` says otherwise.
 
     Args:
         start_timeout_s: seconds for all ranks to come this far.
@@ -110,15 +116,18 @@ def connect(start_timeout_s: float) -> ProcessGroupCollection:
     Raises:
         UserError: there are several ranks, and nothing says where they meet, or some do not come.
     """
-    if "MASTER_ADDR" not in os.environ:
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise UserError("WORLD_SIZE is above 1 but MASTER_ADDR is not set; start with torchrun, which sets both")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
-    store = call_roll(start_timeout_s) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
-    _initialize_distributed(None, None, None)
-    del store
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if "MASTER_ADDR" not in os.environ and world_size > 1:
+        raise UserError("WORLD_SIZE is above 1 but MASTER_ADDR is not set; start with torchrun, which sets both")
+    on_one_machine = world_size == 1 or os.environ.get("LOCAL_WORLD_SIZE") == str(world_size)
+    if on_one_machine and _LOOPBACK in (name for _, name in socket.if_nameindex()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
+    if world_size == 1:
+        _initialize_distributed(None, None, dist.HashStore())
+    else:
+        store = call_roll(start_timeout_s)
+        store.set_timeout(timedelta(minutes=get_args().distributed_timeout_minutes))
+        _initialize_distributed(None, None, store)
     return ProcessGroupCollection.use_mpu_process_groups()
 
 

@@ -122,7 +122,7 @@ def _main(
 def leave(status: int) -> NoReturn:
     """End this process without the interpreter's teardown, in which gloo's threads may hang."""
     for child in multiprocessing.active_children():  # a checkpoint's save leaves a manager behind
-        child.terminate()
+        child.kill()  # it may have this process's handler of SIGTERM
     os._exit(status)
 
 

@@ -21,6 +21,7 @@ import torch
 
 from megatron_exo import platform
 from megatron_exo.errors import UserError, one_line_errors
+from megatron_exo.plain_pickle import check_saved, check_tensor, reason
 
 
 def parse_args(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
@@ -45,16 +46,24 @@ def main() -> None:
         platform.activate()
         from megatron_exo.convert.importing import import_checkpoint
 
-        import_checkpoint(args.file, megatron, save=args.save, tokens=_tokens(args.tokens), logits=args.logits)
+        tokens = None if args.tokens is None else read_tokens(args.tokens)
+        import_checkpoint(args.file, megatron, save=args.save, tokens=tokens, logits=args.logits)
 
 
-def _tokens(path: Path | None) -> torch.Tensor | None:
-    if path is None:
-        return None
+def read_tokens(path: Path) -> torch.Tensor:
+    """The int64 tensor ``[b, s]`` in a file of ``torch.save``.
+
+    Raises:
+        UserError: the file holds anything else; nothing in it has been executed.
+    """
     try:
-        tokens = torch.load(path, weights_only=True)
-    except Exception as error:
-        raise UserError(f"{path} is not a tensor saved with torch.save: {error}".splitlines()[0]) from error
+        with path.open("rb") as file:
+            check_saved(file)
+            tokens = torch.load(file, map_location="cpu", weights_only=True)
+        if isinstance(tokens, torch.Tensor):
+            check_tensor(tokens)
+    except Exception as error:  # damaged bytes raise whatever they like
+        raise UserError(f"{path} is not a tensor saved with torch.save: {reason(error)}") from error
     if not isinstance(tokens, torch.Tensor) or tokens.dtype != torch.int64 or tokens.dim() != 2 or not tokens.numel():
         raise UserError(f"{path} must hold an int64 tensor [b, s]")
     return tokens

@@ -8,17 +8,19 @@ not to be kept. Whenever it stops, the tracker names a whole checkpoint.
 from __future__ import annotations
 
 import functools
+import io
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch.distributed as dist
 from megatron.core.msc_utils import MultiStorageClientFeature
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_exo import console
-from megatron_exo.checkpoints import retention
+from megatron_exo.checkpoints import failed_saves, retention
 from megatron_exo.checkpoints.integrity import DIGEST_SUFFIX, MANIFEST, leave_digest, replacing
 from megatron_exo.checkpoints.manifest import TOKENIZER_FOLDER, write_manifest
 from megatron_exo.checkpoints.reading import TRACKER
@@ -32,15 +34,26 @@ def emptied_first(original: Callable[..., Any]) -> Callable[..., Any]:
 
     The original warns and writes over what is there. Until it ends, the old index files and the new shards, or shards
     of more ranks than there are now, would look like a whole checkpoint.
+
+    And let all ranks know before the tracker is written if the first could not write what it alone writes.
     """
 
     @functools.wraps(original)
     def save(sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
-        if not MultiStorageClientFeature.is_enabled():
-            if dist.get_rank() == 0:
-                _empty(Path(checkpoint_dir))
-            dist.barrier()
-        return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+        if MultiStorageClientFeature.is_enabled():
+            return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+        folder = Path(checkpoint_dir)
+        if dist.get_rank() == 0:
+            failed_saves.noted(_empty)(folder)
+        failed_saves.tell_all_ranks()
+        with _removed_if_it_fails(folder):
+            request = original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+            if request is None:
+                failed_saves.tell_all_ranks()
+                return None
+        ends = [*request.finalize_fns, failed_saves.tell_all_ranks]
+        request.finalize_fns[:] = [_removed_if_it_fails(folder)(end) for end in ends]
+        return request
 
     return save
 
@@ -53,6 +66,19 @@ def _empty(folder: Path) -> None:
             path.unlink()
     if (folder / TOKENIZER_FOLDER).is_dir():
         shutil.rmtree(folder / TOKENIZER_FOLDER)
+
+
+@contextmanager
+def _removed_if_it_fails(folder: Path) -> Iterator[None]:
+    """Give the room of a checkpoint back that was begun and could not be ended, as all ranks have been told."""
+    try:
+        yield
+    except (CheckpointException, failed_saves.SaveFailedError):
+        if dist.get_rank() == 0:
+            with suppress(OSError):
+                _empty(folder)
+                folder.rmdir()
+        raise
 
 
 def digested(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -77,7 +103,7 @@ def manifest_last(original: Callable[..., None]) -> Callable[..., None]:
         if not MultiStorageClientFeature.is_enabled():
             write_manifest(Path(checkpoint_dir))
 
-    return save_config
+    return failed_saves.noted(save_config)
 
 
 class WithTracker:
@@ -101,8 +127,17 @@ class WithTracker:
 @contextmanager
 def _tracker(path: Path) -> Iterator[TextIO]:
     """The tracker to write; once it names the new checkpoint, old ones go."""
-    with replacing(path) as file:
-        yield file
+    content = io.StringIO()
+    yield content
+    try:
+        with replacing(path) as file:
+            file.write(content.getvalue())
+    except OSError as error:
+        if not failed_saves.is_tolerant():
+            raise
+        failed_saves.note(error)
+        return
+    failed_saves.succeeded()
     from megatron.training import get_args
 
     args = get_args()

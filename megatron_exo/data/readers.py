@@ -259,7 +259,7 @@ def _read_parquet(path: Path, key: str, advance: Advance) -> Iterator[Document]:
 def _read_hub(name: str, key: str) -> Iterator[Document]:
     dataset, config, split = (*name.removeprefix("hf:").split(":"), "", "")[:3]
     try:
-        import datasets  # type: ignore[import-not-found, unused-ignore]
+        import datasets
     except ImportError:
         raise InputError(f"{name}: needs the package datasets (pip install datasets)") from None
     if getattr(datasets, "__version__", "4").split(".")[0] in ("1", "2", "3"):

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Iterator
 
 import torch
+from torch.utils._device import _device_constructors
 
 from megatron_exo.platform.conflicts import refuse_conflicting_packages
 from megatron_exo.platform.registry import Patch, PatchRegistry
@@ -51,6 +52,8 @@ def activate() -> None:
     refuse_conflicting_packages(is_gpu())
     # Megatron demands this variable for tensor parallelism even where no device reads it.
     _registry.set_default_environ("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    # PyTorch loads the objects of a checkpoint with weights_only=False, which runs what they name; this overrules it.
+    _registry.set_default_environ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")
     if not is_gpu():
         # megatron.core wraps small functions in torch.compile at its import, which is seconds quicker with this.
         _registry.set_default_environ("TORCHDYNAMO_DISABLE", "1")
@@ -60,6 +63,9 @@ def activate() -> None:
         # PyTorch says that there is no CUDA runtime, as a warning or in its log; so does the line with the device.
         warnings.filterwarnings("ignore", message=".*No CUDA runtime is found")
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+        # PyTorch lists the functions that `with torch.device(...)` redirects when it first needs them. Made after our
+        # patches, the list would lack its own functions, which ours call: models built on the meta device would not be.
+        _device_constructors()
         _registry.apply(_needed_patches())
 
 

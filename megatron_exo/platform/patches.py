@@ -9,13 +9,16 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import megatron_exo.checkpoints.failed_saves as failed_saves
 import megatron_exo.checkpoints.hooks as checkpoints
 import megatron_exo.platform.cpu as cpu
+import megatron_exo.platform.loading as loading
 import megatron_exo.platform.reshardable as reshardable
 import megatron_exo.platform.storage as storage
 from megatron_exo.platform.adam import FusedAdam
 from megatron_exo.platform.registry import Patch
 
+_WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync"
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "empty_like")
 
 
@@ -33,11 +36,29 @@ PATCHES: tuple[Patch, ...] = (
         when="always",
     ),
     Patch(
-        "megatron.core.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync.write_preloaded_data",
+        f"{_WRITER}.write_preloaded_data",
         lambda original: storage.raise_storage_errors(checkpoints.digested(original)),
         "that a disk is full is lost on the way, and the user reads of a worker's RuntimeError; and what a file should "
         "hold is known best by who has just written it",
         when="always",
+    ),
+    Patch(
+        "torch.distributed.checkpoint.filesystem:FileSystemReader.read_metadata",
+        loading.read_index_as_data,
+        "a checkpoint's index is unpickled, and could run code where nothing of ours has looked at it before",
+        when="always",
+    ),
+    *(
+        Patch(target, replace, "an error that one rank meets alone in a save leaves the others waiting", when="always")
+        for target, replace in (
+            (f"{_WRITER}.write_preloaded_data_multithread", failed_saves.errors_as_results),
+            (f"{_WRITER}.finish", failed_saves.noted),
+            ("megatron.training.checkpointing:ensure_directory_exists", failed_saves.noted),
+        )
+    ),
+    *(
+        Patch(f"megatron.training.{name}", failed_saves.survived, "a full disk ends the run", when="always")
+        for name in ("training:save_checkpoint", "training:maybe_finalize_async_save")
     ),
     Patch(
         "megatron.core.dist_checkpointing:save",
@@ -150,7 +171,13 @@ PATCHES: tuple[Patch, ...] = (
             (".distrib_optimizer:USING_TE_OPTIMIZER", True),
         )
     ),
-    # -- asynchronous checkpoints -----------------------------------------------------------------------------
+    # -- checkpoints ------------------------------------------------------------------------------------------
+    Patch(
+        "megatron.core.dist_checkpointing.strategies.filesystem_async:get_write_results_queue",
+        storage.results_queue_of_a_fork,
+        "a queue of one process is served by another, spawned, which takes the first save of a run seconds and stays "
+        "behind where the run is killed",
+    ),
     Patch(
         "megatron.core.dist_checkpointing.strategies.async_utils:AsyncCallsQueue._get_async_caller",
         _always(storage.writer_process_of_its_own),

@@ -45,7 +45,7 @@ def test_activating_twice_is_activating_once(active_platform: None) -> None:
 
 
 def test_deactivating_gives_every_target_and_variable_back_as_often_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in ("CUDA_DEVICE_MAX_CONNECTIONS", "TORCHDYNAMO_DISABLE"):
+    for variable in ("CUDA_DEVICE_MAX_CONNECTIONS", "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCHDYNAMO_DISABLE"):
         monkeypatch.delenv(variable, raising=False)
     before = {patch.target: _held(patch.target) for patch in PATCHES}
     environ = dict(os.environ)
@@ -86,3 +86,18 @@ def test_a_machine_kept_on_the_cpu_says_so(active_platform: None) -> None:
     assert not platform.is_gpu()
     assert platform.device() == torch.device("cpu")
     assert platform.communication_backend() == "gloo"
+
+
+def test_models_are_still_built_on_the_meta_device() -> None:
+    """transformers builds them there, and takes buffers that are not for initialised; in a process of its own, since
+    PyTorch lists what it redirects once in a process."""
+    program = """
+import torch
+from megatron_exo import platform
+platform.activate()
+with torch.device("meta"):
+    made = [torch.zeros(2), torch.empty(2), torch.tensor([1.0]), torch.arange(2), torch.nn.Linear(2, 2).weight]
+assert {tensor.device.type for tensor in made} == {"meta"}, made
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
+import pickle
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import megatron.core.optimizer
@@ -19,6 +22,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import (
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.training import initialize
 from megatron.training.training import initialize_megatron
+from torch.distributed.checkpoint import FileSystemReader, save
 
 from megatron_exo import platform
 from megatron_exo.platform.adam import FusedAdam
@@ -58,6 +62,7 @@ _SHOWN_BELOW = {
     "torch.cuda:stream",  # in the way only on a machine with a GPU
     "torch.cuda:set_rng_state",
     "torch.cuda:manual_seed",
+    "megatron.core.dist_checkpointing.strategies.filesystem_async:get_write_results_queue",
     "megatron.core.dist_checkpointing.strategies.async_utils:AsyncCallsQueue._get_async_caller",
     "megatron.core.dist_checkpointing.strategies.async_utils:AsyncCallsQueue.warmup_persistent_caller",
     "torch.cuda:memory_allocated",
@@ -237,6 +242,66 @@ def test_megatron_starts_without_cuda() -> None:
         megatron.training.training.initialize_megatron()
     with pytest.raises(AssertionError, match="Megatron requires CUDA"):
         initialize_megatron()  # as imported before
+
+
+class _Intruder:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, traces: Path) -> None:
+        self.traces = traces
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {self.traces}",)
+
+
+def test_the_index_of_a_checkpoint_is_read_as_data(tmp_path: Path) -> None:
+    # That Megatron's checkpoints and loading are safe: tests/security/test_exploits.py
+    reader, traces = FileSystemReader(tmp_path), tmp_path / "traces"
+    save({"x": torch.arange(3)}, checkpoint_id=tmp_path, no_dist=True)
+    read = reader.read_metadata()
+    platform.activate()
+    assert reader.read_metadata() == read
+    assert read.storage_meta.load_id == reader.load_id
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(_Intruder(traces)))
+    with pytest.raises(pickle.UnpicklingError, match="system, which an index does not need"):
+        reader.read_metadata()
+    assert not traces.exists()
+    platform.deactivate()
+    with pytest.raises(AttributeError):
+        reader.read_metadata()
+    assert traces.exists()
+
+
+def test_nothing_is_loaded_but_plain_data_even_where_objects_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", raising=False)
+    file, traces = tmp_path / "object.pt", tmp_path / "traces"
+    torch.save([_Intruder(traces)], file)
+    platform.activate()
+    with pytest.raises(pickle.UnpicklingError, match="system"):
+        torch.load(file, weights_only=False)
+    assert not traces.exists()
+    platform.deactivate()
+    torch.load(file, weights_only=False)
+    assert traces.exists()
+
+
+@without_gpu
+@pytest.mark.parametrize("is_active", [True, False])
+def test_the_queue_of_write_results_is_served_by_a_fork(is_active: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    import megatron.core.dist_checkpointing.strategies.filesystem_async as filesystem_async
+
+    asked: list[str] = []
+    real = filesystem_async.mp.get_context
+    monkeypatch.setattr(filesystem_async, "_results_queue", None)
+    monkeypatch.setattr(filesystem_async.mp, "get_context", lambda how: asked.append(how) or real("fork"))
+    if is_active:
+        platform.activate()
+    queue = filesystem_async.get_write_results_queue()
+    queue.put("a result")
+    assert queue.get() == "a result"
+    assert asked == ["fork" if is_active else "spawn"]
 
 
 @without_gpu

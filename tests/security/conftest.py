@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.fuzz_readers import make_samples
+from megatron_exo.fuzzing.samples import make_samples
 
 
 @pytest.fixture(scope="session")

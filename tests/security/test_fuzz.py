@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from megatron_exo.errors import UserError
-from tools import fuzz_readers
-from tools.fuzz_readers import KINDS, Kind, damaged, fuzz
+from megatron_exo.fuzzing import process
+from megatron_exo.fuzzing.kinds import KINDS, Kind, damaged
+from megatron_exo.fuzzing.process import FAILURES, OUTCOMES, fuzz
 
 MEMORY = 1 << 30
 
@@ -58,11 +59,11 @@ def test_every_way_to_fail_is_seen(samples: Path, monkeypatch: pytest.MonkeyPatc
     """A negative control: workers are forked here, so that they have the planted reader."""
     import multiprocessing
 
-    monkeypatch.setitem(fuzz_readers.KINDS, "planted", lambda: Kind("data.json", _fail_now_and_then))
+    monkeypatch.setitem(KINDS, "planted", lambda: Kind("data.json", _fail_now_and_then))
     fork = multiprocessing.get_context("fork")
     monkeypatch.setattr(fork, "set_forkserver_preload", lambda modules: None)
-    monkeypatch.setattr(fuzz_readers.multiprocessing, "get_context", lambda method: fork)
+    monkeypatch.setattr(process.multiprocessing, "get_context", lambda method: fork)
     result = fuzz("planted", samples, inputs=60, seed=0, memory=MEMORY, time_out=2.0)
-    assert set(result.counts) == set(fuzz_readers.OUTCOMES)
-    assert {outcome for _, outcome, _ in result.failures} == set(fuzz_readers.FAILURES)
+    assert set(result.counts) == set(OUTCOMES)
+    assert {outcome for _, outcome, _ in result.failures} == set(FAILURES)
     assert any(said.startswith("not one line") for _, _, said in result.failures)

@@ -1,0 +1,146 @@
+"""Damages of one format each, behind what would refuse damaged bytes: checksums, lengths and signatures stay right."""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+import zipfile
+from random import Random
+
+from megatron_exo.fuzzing.damage import NUMBERS, damage_bytes, damage_json
+
+
+def damage_zip(data: bytes, rng: Random) -> bytes:
+    """Damage one file of a ``torch.save`` archive, and write the archive anew with checksums that are right."""
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        entries = {name: archive.read(name) for name in archive.namelist()}
+    pickled = next(name for name in entries if name.endswith("data.pkl"))
+    name = pickled if rng.random() < 0.8 else rng.choice(list(entries))
+    damage = damage_pickle if name == pickled and rng.random() < 0.5 else damage_bytes
+    entries[name] = damage(entries[name], rng)
+    how = zipfile.ZIP_DEFLATED if rng.random() < 0.05 else zipfile.ZIP_STORED
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", how) as archive:
+        for each, content in entries.items():
+            archive.writestr(zipfile.ZipInfo(each), content, how)
+    return damage_bytes(packed.getvalue(), rng) if rng.random() < 0.05 else packed.getvalue()
+
+
+def damage_pickle(data: bytes, rng: Random) -> bytes:
+    """Put opcodes into a pickle that ask for code, for much memory, or for deep or long work."""
+    huge = rng.choice((1 << 20, 1 << 28, (1 << 31) - 1, 1 << 40, (1 << 62) - 1))
+    depth = rng.choice((10, 1000, 300_000))
+    wide = b"".join(b"q\x01h\x01h\x01\x86" for _ in range(60))  # pairs of pairs: 2^60 leaves
+    numbers = b"\x8a\x09" + min(huge, 1 << 62).to_bytes(9, "little")
+    snippets = [
+        b"cposix\nsystem\n(X\x04\x00\x00\x00truetR",
+        b"cbuiltins\neval\nX\x01\x00\x00\x001\x85R",
+        b"cbuiltins\nbytearray\n" + numbers + b"\x85R",
+        b"cnumpy\nndarray\n" + numbers + b"\x85\x85R",
+        b"cnumpy._core.multiarray\n_reconstruct\ncnumpy\nndarray\n" + numbers + b"\x85C\x01b\x87R",
+        b"ctorch._utils\n_rebuild_meta_tensor_no_storage\n",
+        b"ctorch\nSize\n" + numbers + b"\x85\x85R",
+        b"ccollections\nOrderedDict\n]N\x85" + b"\x85" * depth + b"N\x86a\x85R",
+        b"}N" + b"\x85" * depth + b"Ns",
+        b"}N\x85" + wide + b"Ns",
+        b"N" + b"\x85" * depth,
+        b"Nr" + min(huge, 0xFFFFFFFF).to_bytes(4, "little"),
+        b"X" + min(huge, 0xFFFFFFFF).to_bytes(4, "little"),
+        b"\x8d" + huge.to_bytes(8, "little"),
+        b"\x8e" + huge.to_bytes(8, "little"),
+        b"\x95" + huge.to_bytes(8, "little"),
+        b"\x96" + huge.to_bytes(8, "little"),
+        b"\x8b" + min(huge, (1 << 31) - 1).to_bytes(4, "little"),
+        b"I" + b"9" * 5000 + b"\n",
+        b"(" * depth,
+        b"]" * depth,
+        b"\x82\x01",
+        b"Px\n",
+        numbers,
+    ]
+    snippet, place = rng.choice(snippets), rng.choice((2, len(data) - 1, rng.randrange(2, len(data))))
+    rest = rng.choice((data[place:], b"0" + data[place:], b"."))
+    return data[:place] + snippet + rest
+
+
+def damage_protobuf(data: bytes, rng: Random) -> bytes:
+    """Damage, remove, repeat or move fields of the outermost message, whose lengths stay right."""
+    fields, place = [], 0
+    while place < len(data):
+        tag = data[place]
+        length, begin = 0, place + 1
+        for shift in range(0, 35, 7):
+            length |= (data[begin] & 0x7F) << shift
+            begin += 1
+            if data[begin - 1] < 0x80:
+                break
+        fields.append((tag, data[begin : begin + length]))
+        place = begin + length
+    for _ in range(rng.choice((1, 2, 5))):
+        index = rng.randrange(len(fields)) if rng.random() < 0.6 else len(fields) - 1 - rng.randrange(3)
+        tag, content = fields[index]
+        action = rng.randrange(4)
+        if action == 0 and len(fields) > 4:
+            del fields[index]
+        elif action == 1:
+            fields.insert(rng.randrange(len(fields)), (tag, content))
+        else:
+            fields[index] = (tag, damage_bytes(content, rng))
+    return b"".join(bytes([tag]) + _varint(len(content)) + content for tag, content in fields)
+
+
+def _varint(number: int) -> bytes:
+    encoded = b""
+    while number >= 0x80:
+        encoded += bytes([number & 0x7F | 0x80])
+        number >>= 7
+    return encoded + bytes([number])
+
+
+def damage_index_fields(data: bytes, rng: Random) -> bytes:
+    """Change the header of a Megatron ``.idx``, or make its counts agree with another size."""
+    magic, version, code, sequences, documents = struct.unpack("<9sQBQQ", data[:34])
+    sequences, documents = rng.choice(
+        [(rng.choice(NUMBERS) % (1 << 64), documents), (sequences, rng.choice(NUMBERS) % (1 << 64)),
+         (sequences - 2, documents + 3), (sequences + 2, documents - 3), (0, documents), (sequences, 0)]
+    )  # fmt: skip
+    code = rng.choice((code, code, rng.randrange(256)))
+    return struct.pack("<9sQBQQ", magic, version, code, sequences, documents) + data[34:]
+
+
+def damage_parquet(data: bytes, rng: Random) -> bytes:
+    """A whole Parquet file whose column is something else, or one whose bytes are damaged."""
+    if rng.random() < 0.8:
+        return damage_bytes(data, rng)
+    import pyarrow
+    import pyarrow.parquet
+
+    columns = [
+        [1, 2],
+        [None, None],
+        [b"\xff", b"x"],
+        [[1], []],
+        [{"a": 1}, None],
+        ["x", None],
+        [True, False],
+        [0.5, 1.5],
+    ]
+    packed = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table({rng.choice(("text", "x")): rng.choice(columns)}), packed)
+    return packed.getvalue()
+
+
+def damage_manifest(data: bytes, rng: Random) -> bytes:
+    """Damage a checkpoint's manifest and sign it anew."""
+    from megatron_exo.checkpoints.integrity import digest_of
+
+    damaged_text = damage_json(data, rng)
+    try:
+        document = json.loads(damaged_text)
+    except (ValueError, RecursionError):
+        return damaged_text
+    if isinstance(document, dict):
+        document.pop("sha256", None)
+        document = {"sha256": digest_of(document), **document}
+    return json.dumps(document).encode()
