@@ -26,7 +26,8 @@ for check in "${checks[@]}"; do
     read -ra words <<<"$check"
     .venv/bin/python -m "${words[@]}" || failed+=("$check")
 done
-.venv/bin/python -m pytest -q --durations=15 "${selection[@]}" "${arguments[@]}" || failed+=("pytest")
+# Two test files at a time: much of a test is the start of its programs, which one core does.
+.venv/bin/python -m pytest -q -n 2 --dist loadfile --durations=30 "${selection[@]}" "${arguments[@]}" || failed+=("pytest")
 
 ((${#failed[@]} == 0)) || printf 'tests/run.sh: failed: %s\n' "${failed[@]}"
 echo "tests/run.sh: wall time $SECONDS s"

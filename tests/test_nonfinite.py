@@ -139,6 +139,23 @@ def test_a_spike_of_the_loss_is_in_the_log_where_asked_for(tmp_path: Path) -> No
         assert (folder / "logs" / "rank-0.log").read_text().count("spiky loss") == expected
 
 
+def with_gradients_a_thousand_times_larger() -> None:
+    """In iteration 3, by the last micro-batch of it."""
+    _poison(3 * MICRO_BATCHES, lambda loss: loss * 1000)
+    pretrain.main()
+
+
+def test_an_update_whose_gradients_are_too_large_is_left_out_where_asked_for(tmp_path: Path) -> None:
+    outcome = _run(with_gradients_a_thousand_times_larger, tmp_path, *"--grad-norm-skip-threshold 20".split())
+    assert outcome.status == 0, outcome.err
+    lines = re.findall(r"^iteration (\d)/4 .*$", outcome.out, flags=re.M)
+    assert lines == ["1", "2", "3", "4"]
+    assert re.findall(r"^iteration (\d)/4 .* 1 skipped$", outcome.out, flags=re.M) == ["3"]
+    rates = re.findall(r"lr (\S+) ", outcome.out)
+    assert rates[2] != rates[1]
+    assert rates[3] == rates[2]  # the schedule waits
+
+
 def test_a_file_that_is_no_batch_is_refused(stopped: tuple[Path, Outcome], tmp_path: Path) -> None:
     torch.save({"batches": [{"tokens": torch.zeros(1)}]}, tmp_path / "wrong.pt")
     with pytest.raises(UserError, match=r"wrong.pt is no batch that a run has saved: a batch lacks a tensor;"):

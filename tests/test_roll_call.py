@@ -21,10 +21,32 @@ def _call(pretend: dict[int, str] | None = None, timeout_s: float = 60.0) -> str
         return "absent"
     os.environ["RANK"] = role
     try:
-        call_roll(timeout_s)
+        store = call_roll(timeout_s)
     except UserError as error:
         return str(error)
+    store.set(f"leaving/{role}", "")
+    if role == "0":  # the store's home must outlive the others
+        store.wait([f"leaving/{rank}" for rank in range(int(os.environ["WORLD_SIZE"]))])
     return "all here"
+
+
+def _call_in_three_attempts(port: int) -> list[str]:
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(port)}
+    found = []
+    for attempt in "012":
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = attempt
+        store = call_roll(60.0)
+        found.append("an old address" if store.check(["address"]) else "nothing")
+        store.set(f"looked/{os.environ['RANK']}", "")
+        store.wait(["looked/0", "looked/1"])
+        store.set("address", "of a rank that will die")
+    return found
+
+
+def test_ranks_that_are_started_again_find_nothing_of_those_before_in_the_store() -> None:
+    """As under ``torchrun --max-restarts``, whose agents keep one store for all attempts."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert run_on_ranks(2, _call_in_three_attempts, store.port, process_group=False) == [["nothing"] * 3] * 2
 
 
 def test_nobody_is_missed_when_all_are_there() -> None:

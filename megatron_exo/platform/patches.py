@@ -13,6 +13,7 @@ import megatron_exo.checkpoints.failed_saves as failed_saves
 import megatron_exo.checkpoints.hooks as checkpoints
 import megatron_exo.platform.cpu as cpu
 import megatron_exo.platform.loading as loading
+import megatron_exo.platform.optimizer_names as optimizer_names
 import megatron_exo.platform.reshardable as reshardable
 import megatron_exo.platform.storage as storage
 from megatron_exo.platform.adam import FusedAdam
@@ -83,6 +84,18 @@ PATCHES: tuple[Patch, ...] = (
         "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.sharded_param_state_fully_reshardable",
         reshardable.index_without_padding,
         "with more than one gradient bucket, main parameters and moments are saved shifted, and resumed runs go wrong",
+        when="always",
+    ),
+    Patch(
+        "megatron.core.dist_checkpointing:load_content_metadata",
+        optimizer_names.as_fully_reshardable,
+        "a checkpoint of an ordinary optimizer cannot be loaded into the distributed optimizer",
+        when="always",
+    ),
+    Patch(
+        "megatron.core.dist_checkpointing:load",
+        optimizer_names.by_the_names_there_are,
+        "main weights have another name in a checkpoint of another kind of optimizer",
         when="always",
     ),
     # -- torch.compile -----------------------------------------------------------------------------------------
