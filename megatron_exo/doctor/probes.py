@@ -229,10 +229,14 @@ def probe_environment(inspector: Inspector) -> Iterator[Finding]:
         value = inspector.environ.get(name)
         yield Finding(name, "absent" if value is None else "ok", note if value is None else f"{value} ({note})")
     present = [name for _, name in socket.if_nameindex()]
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+    unset = {
+        "GLOO_SOCKET_IFNAME": "the loopback if all ranks are on one machine, else found by the hostname",
+        "NCCL_SOCKET_IFNAME": "NCCL chooses the interface",
+    }
+    for name, default in unset.items():
         value = inspector.environ.get(name)
         if value is None:
-            yield Finding(name, "absent", "the interface is found by the hostname")
+            yield Finding(name, "absent", default)
         elif unknown := unknown_interfaces(name, value, present):
             detail = f"{value}: there is no interface {', '.join(unknown)}; ranks would wait until a time-out"
             yield Finding(name, "harmful", detail, f"set it to one of {', '.join(present)}, or unset it")

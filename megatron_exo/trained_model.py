@@ -1,0 +1,108 @@
+"""A checkpoint of a run as a model on the ranks of this program, whatever layout it was trained on."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.enums import ModelType
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.training.checkpointing import load_checkpoint
+
+from megatron_exo.checkpoints.inspection import checkpoint_at, read_description
+from megatron_exo.checkpoints.manifest import TOKENIZER_FOLDER
+from megatron_exo.errors import UserError
+from megatron_exo.startup import Start, connect, understand
+
+_MODEL = (
+    "num_layers", "hidden_size", "num_attention_heads", "kv_channels", "ffn_hidden_size", "max_position_embeddings",
+    "vocab_size", "num_query_groups", "position_embedding_type", "rotary_base", "rotary_percent", "normalization",
+)  # fmt: skip
+"""Of a checkpoint's description: what is an argument of Megatron by the same name."""
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """On this rank.
+
+    Args:
+        start: arguments, tokenizer, variant and configuration.
+        chunks: in order of virtual stages, in eval mode.
+        groups: Megatron's process groups.
+        step: how many it has been trained.
+    """
+
+    start: Start
+    chunks: list[torch.nn.Module]
+    groups: ProcessGroupCollection
+    step: int
+
+
+def load_trained_model(path: Path, megatron_arguments: Sequence[str]) -> TrainedModel:
+    """Build and load the model of a checkpoint, with Megatron's own loading; process groups are made.
+
+    Args:
+        path: of a run, or of one ``iter_N`` in it.
+        megatron_arguments: the layout, and whatever else overrides what the checkpoint says.
+
+    Raises:
+        UserError: there is no checkpoint, it is damaged, or arguments do not fit.
+    """
+    folder = checkpoint_at(path)
+    sys.argv[1:] = [*model_arguments(folder, read_description(folder)), *megatron_arguments]
+    start = understand()
+    groups = connect(start.args.exo_start_timeout)
+    model_parallel_cuda_manual_seed(start.args.seed)  # the random weights are overwritten, but drawn
+    chunks = start.model_config.get_builder_cls()(start.model_config).build_distributed_models(
+        groups, wrap_with_ddp=False, model_type=ModelType.encoder_or_decoder
+    )
+    load_checkpoint(chunks, None, None)
+    for chunk in chunks:
+        chunk.eval()
+    return TrainedModel(start, chunks, groups, int(folder.name.removeprefix("iter_")))
+
+
+def model_arguments(folder: Path, described: Mapping[str, Any]) -> list[str]:
+    """The command line with which Megatron builds and loads the model of a checkpoint.
+
+    The tokenizer is the copy that the checkpoint carries, or else the one that it was trained with.
+
+    Raises:
+        UserError: the checkpoint's folder is not one of a run.
+    """
+    if not folder.name.removeprefix("iter_").isdecimal():
+        raise UserError(f"{folder} is not a folder iter_N of a run; give one")
+    model, arguments = described["model"], described["arguments"]
+    options: dict[str, Any] = {f"exo_{axis}": value or "none" for axis, value in model["exo"].items()}
+    options = {name: value for name, value in options.items() if not name.startswith("exo_drop_")}
+    options |= {name: model[name] for name in _MODEL if name in model}
+    options |= {"norm_epsilon": model["layernorm_epsilon"], "seq_length": model["seq_length"]}
+    options |= {"tokenizer_type": arguments["tokenizer_type"], "tokenizer_model": _tokenizer(folder, described)}
+    options |= {"load": folder.parent, "ckpt_step": int(folder.name.removeprefix("iter_")), "micro_batch_size": 1}
+    words = ["--exo-variant", "base"]
+    for name, value in options.items():
+        if value is not None:
+            words += [f"--{name.replace('_', '-')}", str(value)]
+    flags = ["skip-train", "finetune", "no-load-optim", "no-load-rng", "mock-data"]
+    flags += ["group-query-attention"] if model["num_query_groups"] < model["num_attention_heads"] else []
+    flags += ["tie-embeddings-and-output-weights"] if model["tied_embeddings"] else []
+    flags += {"bfloat16": ["bf16"], "float16": ["fp16"]}.get(model["dtype"], [])
+    return [*words, *(f"--{flag}" for flag in flags), "--eval-interval", "1"]
+
+
+def _tokenizer(folder: Path, described: Mapping[str, Any]) -> str | None:
+    named = described["arguments"]["tokenizer_model"]
+    copies = [
+        folder / TOKENIZER_FOLDER / name
+        for name, record in described.get("tokenizer", {}).get("files", {}).items()
+        if record["copied"]
+    ]
+    if not copies:
+        return None if named is None else str(named)
+    # One file is the model itself; of several, their folder is what Megatron's tokenizers take.
+    return str(copies[0] if len(copies) == 1 else copies[0].parent)
