@@ -30,7 +30,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a run's folder, or an iter_N in it")
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to make")
     parser.add_argument(
-        "--dtype", choices=("keep", "fp32", "bf16", "fp16"), default="keep", help="of the weights (default: %(default)s)"
+        "--dtype",
+        choices=("keep", "fp32", "bf16", "fp16"),
+        default="keep",
+        help="of the weights (default: %(default)s)",
     )
     parser.add_argument(
         "--shard-size", type=size, default=size("4GB"), metavar="SIZE", help="of a file of weights (default: 4GB)"
