@@ -19,7 +19,7 @@ from megatron_exo.generation import Sampling
 from megatron_exo.pretrain import main as pretrain
 from tests.programs import Outcome, one_line, run_program
 from tests.ranks import run_on_ranks
-from tools import generate
+from tools import convert_to_hf, generate
 
 MODEL = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --group-query-attention --num-query-groups 2"
 MODEL += " --seq-length 128 --max-position-embeddings 128 --exo-init megatron"
@@ -108,6 +108,34 @@ def test_every_layout_gives_the_same(run: Path, tmp_path: Path, expected: list[l
     out = tmp_path / "out.json"
     run_on_ranks(ranks, _generate, [str(run), *ALL, "--json", str(out), *words.split()], process_group=False)
     assert [record["ids"] for record in json.loads(out.read_text())] == expected
+
+
+@pytest.fixture(scope="module")
+def exported(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("exported") / "model"
+    outcome = run_program(convert_to_hf.main, [run, folder])
+    assert outcome.status == 0, outcome.err
+    return folder
+
+
+@pytest.mark.parametrize("words", ["", "--no-cache", "--prefill-chunk 7"], ids=["cache", "no cache", "chunks"])
+def test_the_exported_folder_gives_the_same(
+    exported: Path, tmp_path: Path, expected: list[list[int]], words: str
+) -> None:
+    assert generated(exported, tmp_path / "out.json", *ALL, *words.split()) == expected
+    assert generated(exported, tmp_path / "out.json", "--ids", PROMPTS[1], *words.split()) == [expected[1]]
+
+
+def test_the_exported_text_is_the_same_and_printed_as_it_grows(text_run: Path, tmp_path: Path) -> None:
+    outcome = run_program(convert_to_hf.main, [text_run, tmp_path / "model"])
+    assert outcome.status == 0, outcome.err
+    texts = []
+    for model in (text_run, tmp_path / "model"):
+        outcome = run_program(generate.main, [model, "--prompt", "The following", "--max-new-tokens", "20"])
+        assert outcome.status == 0, outcome.err
+        texts.append(outcome.out)
+    assert texts[0] == texts[1]
+    assert len(texts[0]) > len("The following\n")
 
 
 def test_text_is_printed_as_it_grows_with_the_tokenizer_that_the_checkpoint_carries(
