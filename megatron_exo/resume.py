@@ -101,7 +101,13 @@ def check_load(args: Namespace, exo: ExoConfig) -> None:
 
 def _check_same_run(folder: Path, saved: Namespace, args: Namespace) -> None:
     """Refuse another tokenizer, data, sequence length or batch size than the checkpoint's, unless it is meant."""
-    found = [(kind, text) for kind, text in changes(saved, read_manifest(folder), args)]
+    try:
+        found = list(changes(saved, read_manifest(folder), args))
+    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise CheckpointError(
+            f"checkpoint {folder} does not say in its manifest what it was trained on ({type(error).__name__}: "
+            f"{str(error)[:80]}); pass another iteration"
+        ) from error
     accepted = set(args.exo_accept_change or ())
     refused = [(kind, text) for kind, text in found if kind not in accepted]
     if refused:

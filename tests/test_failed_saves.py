@@ -33,7 +33,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     if mounted.returncode:
         pytest.skip(f"a file system of its own cannot be mounted here: {mounted.stderr.strip()}")
     yield folder
-    subprocess.run(["umount", folder], check=True)
+    subprocess.run(["umount", "--lazy", folder], check=True)  # a writer may not have ended yet
 
 
 def fill(disk: Path, leave: int) -> None:
