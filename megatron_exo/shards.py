@@ -18,12 +18,18 @@ from torch import Tensor
 from megatron_exo.convert.mapping import check_state
 
 EMBEDDING = "embedding.word_embeddings.weight"
-_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+"""How the name of a layer's parameter begins."""
 _UNFUSED = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
 """Norm weights inside Transformer Engine's fused modules → their names in an unfused layer."""
+
+
+def unfused(name: str) -> str:
+    """A parameter's name in an unfused layer, from its name within a layer of either backend, or in a checkpoint."""
+    return _UNFUSED.get(name, name)
 
 
 def named_shards(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -34,13 +40,13 @@ def named_shards(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch
     for chunk in unwrap_model(list(chunks)):
         layers = chunk.decoder.layers
         for name, parameter in chunk.named_parameters():
-            match = _LAYER.match(name)
+            match = LAYER.match(name)
             if match:
                 rest = name[match.end() :]
                 number = layers[int(match[1])].layer_number
                 if rest.startswith("anchor."):
                     number = chunk.config.exo.source_layer
-                name = f"decoder.layers.{number - 1}.{_UNFUSED.get(rest, rest)}"
+                name = f"decoder.layers.{number - 1}.{unfused(rest)}"
             yield name, parameter
 
 

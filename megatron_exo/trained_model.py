@@ -16,14 +16,10 @@ from megatron.training.checkpointing import load_checkpoint
 
 from megatron_exo.checkpoints.inspection import checkpoint_at, read_description
 from megatron_exo.checkpoints.manifest import TOKENIZER_FOLDER
+from megatron_exo.convert.checkpoint_tensors import model_of
+from megatron_exo.convert.importing import architecture_arguments
 from megatron_exo.errors import UserError
 from megatron_exo.startup import Start, connect, understand
-
-_MODEL = (
-    "num_layers", "hidden_size", "num_attention_heads", "kv_channels", "ffn_hidden_size", "max_position_embeddings",
-    "vocab_size", "num_query_groups", "position_embedding_type", "rotary_base", "rotary_percent", "normalization",
-)  # fmt: skip
-"""Of a checkpoint's description: what is an argument of Megatron by the same name."""
 
 
 @dataclass(frozen=True)
@@ -73,26 +69,24 @@ def model_arguments(folder: Path, described: Mapping[str, Any]) -> list[str]:
     The tokenizer is the copy that the checkpoint carries, or else the one that it was trained with.
 
     Raises:
-        UserError: the checkpoint's folder is not one of a run.
+        UserError: the checkpoint's folder is not one of a run, or its model computes what ours does not.
     """
     if not folder.name.removeprefix("iter_").isdecimal():
         raise UserError(f"{folder} is not a folder iter_N of a run; give one")
-    model, arguments = described["model"], described["arguments"]
-    options: dict[str, Any] = {f"exo_{axis}": value or "none" for axis, value in model["exo"].items()}
-    options = {name: value for name, value in options.items() if not name.startswith("exo_drop_")}
-    options |= {name: model[name] for name in _MODEL if name in model}
-    options |= {"norm_epsilon": model["layernorm_epsilon"], "seq_length": model["seq_length"]}
-    options |= {"tokenizer_type": arguments["tokenizer_type"], "tokenizer_model": _tokenizer(folder, described)}
-    options |= {"load": folder.parent, "ckpt_step": int(folder.name.removeprefix("iter_")), "micro_batch_size": 1}
-    words = ["--exo-variant", "base"]
-    for name, value in options.items():
-        if value is not None:
-            words += [f"--{name.replace('_', '-')}", str(value)]
+    exo, sizes = model_of(described)
+    words = architecture_arguments(exo, sizes)
+    for name, value in (
+        ("tokenizer-type", described["arguments"]["tokenizer_type"]),
+        ("tokenizer-model", _tokenizer(folder, described)),
+        ("load", folder.parent),
+        ("ckpt-step", int(folder.name.removeprefix("iter_"))),
+        ("micro-batch-size", 1),
+        ("eval-interval", 1),
+    ):
+        words += [f"--{name}", str(value)] if value is not None else []
     flags = ["skip-train", "finetune", "no-load-optim", "no-load-rng", "mock-data"]
-    flags += ["group-query-attention"] if model["num_query_groups"] < model["num_attention_heads"] else []
-    flags += ["tie-embeddings-and-output-weights"] if model["tied_embeddings"] else []
-    flags += {"bfloat16": ["bf16"], "float16": ["fp16"]}.get(model["dtype"], [])
-    return [*words, *(f"--{flag}" for flag in flags), "--eval-interval", "1"]
+    flags += {"bfloat16": ["bf16"], "float16": ["fp16"]}.get(described["model"]["dtype"], [])
+    return [*words, *(f"--{flag}" for flag in flags)]
 
 
 def _tokenizer(folder: Path, described: Mapping[str, Any]) -> str | None:

@@ -43,12 +43,25 @@ def fill(disk: Path, leave: int) -> None:
         file.write(b"x" * (free - leave))
 
 
+def _run(arguments: list[str]) -> tuple[int, str]:
+    """Train; exit status and output."""
+    from megatron_exo.pretrain import main
+
+    sys.argv, sys.stdout = ["pretrain", *arguments], io.StringIO()
+    status: object = 0
+    try:
+        main()
+    except SystemExit as end:
+        status = end.code or 0
+    assert isinstance(status, int)
+    return status, sys.stdout.getvalue()
+
+
 def _pretrain(arguments: list[str], disk: Path, full_from: int, free_from: int) -> tuple[int, str, list[int]]:
     """Train on a disk that is full from one iteration on, and has room again from another; (status, output, steps)."""
     from megatron.training import training
 
     import megatron_exo.forward_step as forward_step
-    from megatron_exo.pretrain import main
 
     steps: list[int] = []
     original = forward_step.forward_step
@@ -64,14 +77,7 @@ def _pretrain(arguments: list[str], disk: Path, full_from: int, free_from: int) 
         return original(*args)  # type: ignore[arg-type]
 
     forward_step.forward_step = step  # type: ignore[assignment]
-    sys.argv, sys.stdout = ["pretrain", *arguments], io.StringIO()
-    status: object = 0
-    try:
-        main()
-    except SystemExit as end:
-        status = end.code or 0
-    assert isinstance(status, int)
-    return status, sys.stdout.getvalue(), steps
+    return *_run(arguments), steps
 
 
 @pytest.mark.parametrize("how", ["", "--async-save"], ids=["in the foreground", "in the background"])
@@ -94,7 +100,6 @@ def test_a_run_outlives_a_disk_that_is_full_for_a_while(disk: Path, how: str) ->
 def _pretrain_with_an_error(arguments: list[str], where: str) -> tuple[int, str]:
     """Train with what only the first rank writes failing in the second save."""
     from megatron_exo.checkpoints import hooks, manifest
-    from megatron_exo.pretrain import main
 
     saves = []
 
@@ -109,14 +114,7 @@ def _pretrain_with_an_error(arguments: list[str], where: str) -> tuple[int, str]
     owner = {"manifest": manifest, "tracker": hooks}[where]
     original = owner.replacing  # type: ignore[attr-defined]
     owner.replacing = failing  # type: ignore[attr-defined]
-    sys.argv, sys.stdout = ["pretrain", *arguments], io.StringIO()
-    status: object = 0
-    try:
-        main()
-    except SystemExit as end:
-        status = end.code or 0
-    assert isinstance(status, int)
-    return status, sys.stdout.getvalue()
+    return _run(arguments)
 
 
 @pytest.mark.slow

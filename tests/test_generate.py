@@ -11,12 +11,14 @@ from pydoc_data.topics import topics
 import pytest
 import torch
 
+from megatron_exo.checkpoints.inspection import checkpoint_at, read_description
 from megatron_exo.data.preprocess import preprocess
 from megatron_exo.data.tokenizer_training import train_tokenizer
 from megatron_exo.data.tokenizers import TokenizerSpec
 from megatron_exo.errors import UserError
 from megatron_exo.generation import Sampling
 from megatron_exo.pretrain import main as pretrain
+from megatron_exo.trained_model import model_arguments
 from tests.programs import Outcome, one_line, run_program
 from tests.ranks import run_on_ranks
 from tools import convert_to_hf, generate
@@ -192,6 +194,17 @@ def _refusal(*words: object) -> str:
     outcome: Outcome = run_program(generate.main, words)
     assert outcome.status == 1
     return one_line(outcome.err)
+
+
+def test_a_model_that_would_be_built_as_another_is_refused(run: Path) -> None:
+    folder = checkpoint_at(run)
+    described = read_description(folder)
+    assert "--tokenizer-type" in model_arguments(folder, described)
+    described["model"]["rotary_interleaved"] = True
+    with pytest.raises(
+        UserError, match="trained with rotary_interleaved=True; outside of training, only False is supp"
+    ):
+        model_arguments(folder, described)
 
 
 def test_what_cannot_be_continued_is_said_in_one_line(run: Path, text_run: Path, tmp_path: Path) -> None:

@@ -101,8 +101,7 @@ class Printer:
     """Shows the continuation of a single prompt as it grows."""
 
     def __init__(self, prompt: str, decode: Callable[[list[int]], str], before: list[int]) -> None:
-        self._decode, self._ids, self._start = decode, list(before), len(decode(before))
-        self._shown = self._start
+        self._decode, self._ids, self._shown = decode, list(before), len(decode(before))
         print(prompt, end="", flush=True)
 
     def __call__(self, row: int, token: int) -> None:

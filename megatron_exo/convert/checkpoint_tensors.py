@@ -20,13 +20,9 @@ from megatron_exo.checkpoints.reading import DamagedCheckpointError, read_index
 from megatron_exo.config import ExoConfig
 from megatron_exo.convert.mapping import ConversionError, ModelSizes
 from megatron_exo.plain_pickle import check_saved, check_tensor, reason
+from megatron_exo.shards import LAYER, unfused
 
 _PARTS_OF_A_MODEL = ("embedding.", "decoder.", "output_layer.")
-_FUSED = {
-    # Checkpoints keep the names of Transformer Engine's fused modules, whoever saved them.
-    ".self_attention.linear_qkv.layer_norm_weight": ".input_layernorm.weight",
-    ".mlp.linear_fc1.layer_norm_weight": ".pre_mlp_layernorm.weight",
-}
 _SIZES = {
     # in the manifest: in ModelSizes
     "num_layers": "num_layers",
@@ -57,7 +53,7 @@ _ONLY_VALUES: dict[str, Any] = {
     "softmax_type": "vanilla",
     "window_size": None,
 }
-"""Arguments of a run that change what the weights compute → the one value that the model of transformers has."""
+"""Arguments of a run that change what the weights compute → the one value that conversion and generation know."""
 
 
 class CheckpointTensors:
@@ -164,10 +160,9 @@ class _Section(io.RawIOBase):
 
 
 def _our_name(key: str) -> str:
-    for fused, name in _FUSED.items():
-        if key.endswith(fused):
-            return key.removesuffix(fused) + name
-    return key
+    """Checkpoints keep the names of Transformer Engine's fused modules, whoever saved them."""
+    layer = LAYER.match(key)
+    return key if layer is None else layer[0] + unfused(key[layer.end() :])
 
 
 def _check_chunks(kind: TensorStorageMetadata) -> None:
@@ -193,7 +188,7 @@ def model_of(description: Mapping[str, Any]) -> tuple[ExoConfig, ModelSizes]:
         description: of :func:`megatron_exo.checkpoints.inspection.read_description`.
 
     Raises:
-        ConversionError: it does not state them, or computes something that the model of transformers does not.
+        ConversionError: it does not state them, or computes something that our models do not.
     """
     try:
         model, arguments = description["model"], description["arguments"]
@@ -202,7 +197,7 @@ def model_of(description: Mapping[str, Any]) -> tuple[ExoConfig, ModelSizes]:
             if value != only:
                 raise ConversionError(
                     f"the checkpoint was trained with {name}={str(value)[:40]}; "
-                    f"the model of transformers has only {only}"
+                    f"outside of training, only {only} is supported"
                 )
         exo = ExoConfig(**model["exo"])
         sizes = ModelSizes(**{ours: _number(theirs, model[theirs]) for theirs, ours in _SIZES.items()})
