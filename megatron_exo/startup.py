@@ -19,9 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.training import get_args, get_tokenizer
+from megatron.training import get_args, get_tokenizer, initialize
 from megatron.training.arguments import parse_and_validate_args, parse_args
-from megatron.training.initialize import _initialize_distributed
 from megatron.training.vocab_utils import calculate_padded_vocab_size
 
 from megatron_exo import accounting, platform
@@ -116,6 +115,7 @@ def connect(start_timeout_s: float) -> ProcessGroupCollection:
     Raises:
         UserError: there are several ranks, and nothing says where they meet, or some do not come.
     """
+    # Called by way of its module: the platform replaces it there, maybe after this file was imported.
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if "MASTER_ADDR" not in os.environ and world_size > 1:
         raise UserError("WORLD_SIZE is above 1 but MASTER_ADDR is not set; start with torchrun, which sets both")
@@ -123,11 +123,11 @@ def connect(start_timeout_s: float) -> ProcessGroupCollection:
     if on_one_machine and _LOOPBACK in (name for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
     if world_size == 1:
-        _initialize_distributed(None, None, dist.HashStore())
+        initialize._initialize_distributed(None, None, dist.HashStore())
     else:
         store = call_roll(start_timeout_s)
         store.set_timeout(timedelta(minutes=get_args().distributed_timeout_minutes))
-        _initialize_distributed(None, None, store)
+        initialize._initialize_distributed(None, None, store)
     return ProcessGroupCollection.use_mpu_process_groups()
 
 
