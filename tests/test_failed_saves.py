@@ -16,6 +16,7 @@ import pytest
 
 from megatron_exo.checkpoints.integrity import damages
 from megatron_exo.checkpoints.reading import TRACKER, steps_of
+from megatron_exo.platform.storage import raise_storage_errors
 from tests.programs import MOCK_DATA, MODEL, one_line, run_program
 from tests.ranks import run_on_ranks
 
@@ -127,6 +128,26 @@ def test_what_only_the_first_rank_writes_fails_for_all_of_them(tmp_path: Path, w
     assert first[1].count("a checkpoint could not be written: [Errno 28] No space left on device; the run goes on") == 1
     assert steps_of(tmp_path) == ([2, 6] if where == "manifest" else [2, 4, 6])
     assert (tmp_path / TRACKER).read_text() == "6"
+
+
+def test_a_failed_write_keeps_no_view_of_what_was_to_be_written() -> None:
+    """In a cycle, the collector of Python 3.12.1 crashes on a view of a BytesIO."""
+    data = io.BytesIO(b"a shard")
+
+    def write(results_queue: object) -> tuple[int, Exception]:
+        try:
+            view = data.getbuffer()
+            try:
+                raise OSError(errno.ENOSPC, "full", str(len(view)))
+            except OSError as error:
+                raise RuntimeError("unexpected pos 704 vs 598") from error
+        except RuntimeError as error:
+            return 0, error
+
+    _, error = raise_storage_errors(write).__func__(results_queue="a thread's")
+    assert error.__traceback__ is None
+    assert error.__cause__.__traceback__ is None
+    data.write(b"which it could not while there is a view of it" * 10)
 
 
 def _train_on_a_disk_that_fills_up() -> None:

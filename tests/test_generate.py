@@ -24,7 +24,8 @@ from tests.ranks import run_on_ranks
 from tools import convert_to_hf, generate
 
 MODEL = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --group-query-attention --num-query-groups 2"
-MODEL += " --seq-length 128 --max-position-embeddings 128 --exo-init megatron"
+MODEL += " --seq-length 128 --max-position-embeddings 128"
+MODEL += " --exo-init megatron --init-method-std 0.3"  # so that every token depends on all before it
 RUN = "--micro-batch-size 1 --global-batch-size 2 --train-iters 4 --lr 3e-2 --lr-decay-style constant --eval-iters 0"
 RUN += " --eval-interval 9 --save-interval 4 --num-workers 0"
 LAYOUTS = {
