@@ -45,7 +45,14 @@ from importlib.machinery import PathFinder
 
 ABSENT = "einops matplotlib pyarrow sentencepiece tensorboard tokenizers transformers yaml zstandard".split()
 find_spec = PathFinder.find_spec
-PathFinder.find_spec = staticmethod(lambda name, *others: None if name.split(".")[0] in ABSENT else find_spec(name, *others))
+
+
+@staticmethod
+def without_them(name, *others):
+    return None if name.split(".")[0] in ABSENT else find_spec(name, *others)
+
+
+PathFinder.find_spec = without_them
 """
 
 
