@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from megatron_exo.hf import ExoFormerForCausalLM
 from megatron_exo.hf.export import AUTO_MAP, CODE_FILES, write_code_and_config
 from tests.hf.models import SIZES, SOME, TIED, hf_model, tokens
+from tests.plain_reference import PlainSizes
 
 STRANGER = """
 import json, sys
@@ -24,18 +25,21 @@ sys.modules["megatron_exo"] = None
 sys.modules["megatron"] = None
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
-folder, prompt = sys.argv[1], torch.tensor(json.loads(sys.argv[2]))
-config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
-base = AutoModel.from_pretrained(folder, trust_remote_code=True)
-model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-settings = dict(attention_mask=torch.ones_like(prompt), max_new_tokens=12, do_sample=False, pad_token_id=0)
-text = model.generate(prompt, **settings).tolist()
-model.save_pretrained(sys.argv[3])
-again = AutoModelForCausalLM.from_pretrained(sys.argv[3], trust_remote_code=True)
-assert again.generate(prompt, **settings).tolist() == text
-print(json.dumps({"config": type(config).__name__, "base": type(base).__name__, "model": type(model).__name__,
-                  "module": type(model).__module__, "text": text}))
+for line in sys.stdin:
+    folder, prompt = json.loads(line)
+    prompt = torch.tensor(prompt)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    base = AutoModel.from_pretrained(folder, trust_remote_code=True)
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    settings = dict(attention_mask=torch.ones_like(prompt), max_new_tokens=12, do_sample=False, pad_token_id=0)
+    text = model.generate(prompt, **settings).tolist()
+    model.save_pretrained(folder + "-again")
+    again = AutoModelForCausalLM.from_pretrained(folder + "-again", trust_remote_code=True)
+    assert again.generate(prompt, **settings).tolist() == text
+    print(json.dumps({"config": type(config).__name__, "base": type(base).__name__, "model": type(model).__name__,
+                      "module": type(model).__module__, "text": text}))
 """
+"""Reads lines of a folder and a prompt, and answers each with a line."""
 
 
 def export(model: ExoFormerForCausalLM, folder: Path) -> None:
@@ -48,14 +52,15 @@ def export(model: ExoFormerForCausalLM, folder: Path) -> None:
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def run(program: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Python in another folder, without this repository on its path, offline."""
+def run(program: str, *, cwd: Path, text: str = "") -> subprocess.CompletedProcess[str]:
+    """Python in another folder, without this repository on its path, offline; ``text`` is its standard input."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     environment |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(cwd / "home"), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [sys.executable, "-c", program, *arguments],
+        [sys.executable, "-c", program],
         cwd=cwd,
         env=environment,
+        input=text,
         capture_output=True,
         text=True,
         timeout=300,
@@ -63,27 +68,33 @@ def run(program: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess
 
 
 @pytest.mark.parametrize(
-    ("name", "sizes"),
-    [("dynamic-e-exoformer", SIZES), pytest.param("internal-qg", TIED, marks=pytest.mark.slow)]
-    + [pytest.param(name, SIZES, marks=pytest.mark.slow) for name in SOME],
+    "models",
+    [
+        {"dynamic-e-exoformer": SIZES},
+        pytest.param({"internal-qg": TIED} | dict.fromkeys(SOME, SIZES), marks=pytest.mark.slow),
+    ],
+    ids=["dynamic-e-exoformer", "others"],
 )
-def test_a_moved_folder_says_the_same_to_a_stranger(name: str, sizes: object, tmp_path: Path) -> None:
-    model, prompt = hf_model(name, sizes), tokens(2, 5)
-    export(model, tmp_path / "first-place")
-    shutil.move(tmp_path / "first-place", tmp_path / "elsewhere")
-    result = run(
-        STRANGER, str(tmp_path / "elsewhere"), json.dumps(prompt.tolist()), str(tmp_path / "again"), cwd=tmp_path
-    )
+def test_a_moved_folder_says_the_same_to_a_stranger(models: dict[str, PlainSizes], tmp_path: Path) -> None:
+    prompt, ours, lines = tokens(2, 5), [], []
+    (tmp_path / "elsewhere").mkdir()
+    for name, sizes in models.items():
+        ours.append(hf_model(name, sizes))
+        export(ours[-1], tmp_path / name)
+        shutil.move(tmp_path / name, tmp_path / "elsewhere" / name)
+        lines.append(json.dumps([str(tmp_path / "elsewhere" / name), prompt.tolist()]))
+    result = run(STRANGER, cwd=tmp_path, text="\n".join(lines))
     assert result.returncode == 0, result.stderr
-    said = json.loads(result.stdout.splitlines()[-1])
-    assert (said["config"], said["base"], said["model"]) == (
-        "ExoFormerConfig",
-        "ExoFormerModel",
-        "ExoFormerForCausalLM",
-    )
-    assert said["module"].startswith("transformers_modules.")
-    settings = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
-    assert said["text"] == model.generate(prompt, attention_mask=torch.ones_like(prompt), **settings).tolist()
+    answers = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+    for model, said in zip(ours, answers, strict=True):
+        assert (said["config"], said["base"], said["model"]) == (
+            "ExoFormerConfig",
+            "ExoFormerModel",
+            "ExoFormerForCausalLM",
+        )
+        assert said["module"].startswith("transformers_modules.")
+        settings = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+        assert said["text"] == model.generate(prompt, attention_mask=torch.ones_like(prompt), **settings).tolist()
 
 
 def test_a_saved_model_has_its_code_beside_it(tmp_path: Path) -> None:

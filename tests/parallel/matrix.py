@@ -88,14 +88,14 @@ def batch() -> tuple[Tensor, Tensor]:
 
 def run_points(
     layout: Layout,
-    cases: list[str],
-    ways: list[str],
+    points: list[tuple[str, str]],
     fault: Callable[[], None] | None = None,
     num_layers: int | None = None,
 ) -> dict[tuple[str, str], dict[str, Any]]:
-    """Train each case from its own initial weights, with each way to reduce gradients; call it on every rank.
+    """Train each case from its own initial weights; call it on every rank.
 
     Args:
+        points: (case, reduction) of each model.
         fault: plants a fault in this process first (negative controls).
         num_layers: of the model; four, or as many as the layout has chunks, if not given.
 
@@ -106,7 +106,7 @@ def run_points(
     if fault is not None:
         fault()
     results = {}
-    for case, way in product(cases, ways):
+    for case, way in points:
         exo, sizes = CASES[case]
         spread = dataclasses.replace(layout, **REDUCTIONS[way])
         sizes = _deep(sizes, layout, num_layers)

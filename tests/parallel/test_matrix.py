@@ -1,7 +1,8 @@
 """Every layout of ranks trains the same model: from the same seed, each point of the matrix is the single process.
 
 What is compared, and how closely, is in ``matrix.py``. `--all` runs every layout on one to four ranks and some on
-eight; the quick tier a subset in which every value of every axis occurs.
+eight; the quick tier a subset in which every value of every axis occurs. A layout is run with every case under its last
+way to reduce gradients, and with two cases, which change from layout to layout, under each other way.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from tests.layouts import Layout, merge
 from tests.parallel.matrix import (
     CASES,
     RECOMPUTE,
+    REDUCTIONS,
     difference_of_tensors,
     differences,
     gathered,
@@ -60,23 +62,33 @@ BF16_TOLERANCE = 0.02
 @lru_cache
 def single(num_layers: int) -> dict[tuple[str, str], dict[str, Any]]:
     """The single process, the model being as deep as on a layout with so many chunks."""
-    return run_on_ranks(1, run_points, Layout(), list(CASES), ["all-reduce"], None, num_layers)[0]
+    return run_on_ranks(1, run_points, Layout(), [(case, "all-reduce") for case in CASES], None, num_layers)[0]
+
+
+def _points(number: int, layout: Layout, cases: list[str]) -> list[tuple[str, str]]:
+    """Every case and every way to reduce gradients that the layout has."""
+    *others, last = reductions(layout)
+    points = [(case, last) for case in cases]
+    for offset, way in enumerate(others):
+        start = 2 * number + offset
+        points += [(case, way) for case in dict.fromkeys(cases[(start + i) % len(cases)] for i in range(2))]
+    return points
 
 
 def _params() -> list[Any]:
-    quick = [pytest.param(layout, cases, id=f"{layout}-quick") for layout, cases in QUICK.items()]
+    quick = [pytest.param(_points(0, layout, cases), layout, id=f"{layout}-quick") for layout, cases in QUICK.items()]
     everything = {layout: list(CASES) for layout in ALL} | dict.fromkeys(SOURCE_WIRE, WITH_SOURCE)
     everything |= UNEVEN | ON_EIGHT
     return quick + [
-        pytest.param(layout, cases, id=str(layout), marks=pytest.mark.slow) for layout, cases in everything.items()
+        pytest.param(_points(number, layout, cases), layout, id=str(layout), marks=pytest.mark.slow)
+        for number, (layout, cases) in enumerate(everything.items())
     ]
 
 
-@pytest.mark.parametrize(("layout", "cases"), _params())
-def test_losses_gradients_and_parameters_are_the_single_processs(layout: Layout, cases: list[str]) -> None:
-    ranks = run_on_ranks(layout.world_size, run_points, layout, cases, reductions(layout), timeout_s=900)
-    assert ranks[0].keys() == {(case, way) for case in cases for way in reductions(layout)}
-    for case, way in ranks[0]:
+@pytest.mark.parametrize(("points", "layout"), _params())
+def test_losses_gradients_and_parameters_are_the_single_processs(points: list[tuple[str, str]], layout: Layout) -> None:
+    ranks = run_on_ranks(layout.world_size, run_points, layout, points, timeout_s=900)
+    for case, way in points:
         reference = single(max(4, layout.pp * layout.vpp))[case, "all-reduce"]
         found = differences(gathered(ranks, (case, way)), reference)
         assert not found, f"{case}, {way}: {len(found)} differences: {'; '.join(found[:5])}"
@@ -87,7 +99,8 @@ def test_the_quick_layouts_have_every_value_of_every_axis() -> None:
         values = {getattr(layout, axis) for layout in ALL + SOURCE_WIRE}
         assert {getattr(layout, axis) for layout in QUICK} == values, axis
     assert {case for cases in QUICK.values() for case in cases} == CASES.keys()
-    assert any(len(reductions(layout)) == 3 for layout in QUICK)
+    points = [point for layout, cases in QUICK.items() for point in _points(0, layout, cases)]
+    assert {way for _, way in points} == REDUCTIONS.keys()
 
 
 def test_every_parameter_has_a_gradient_to_compare_under_every_recompute_mode() -> None:

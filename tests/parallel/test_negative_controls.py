@@ -144,8 +144,8 @@ QUICK = (one_coefficient_without_its_sum, anchors_detached_on_the_second_stage, 
 )
 def test_the_matrix_sees(fault: Callable[[], None], case: str, layout: Layout, sign: str) -> None:
     way = "distributed optimizer" if layout.dp > 1 else "all-reduce"
-    (single,) = run_on_ranks(1, run_points, Layout(), [case], ["all-reduce"], fault)
-    ranks = run_on_ranks(layout.world_size, run_points, layout, [case], [way], fault)
+    (single,) = run_on_ranks(1, run_points, Layout(), [(case, "all-reduce")], fault)
+    ranks = run_on_ranks(layout.world_size, run_points, layout, [(case, way)], fault)
     found = differences(gathered(ranks, (case, way)), single[case, "all-reduce"])
     pattern = re.compile(sign.replace("(", r"\(").replace(")", r"\)"))
     assert any(pattern.match(difference) for difference in found), f"not seen among {found[:10]}"
