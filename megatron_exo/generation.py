@@ -129,6 +129,7 @@ def generate(
     use_cache: bool = True,
     prefill_chunk: int | None = None,
     report: Report | None = None,
+    is_finished: Callable[[int, list[int]], bool] | None = None,
 ) -> list[list[int]]:
     """Continue every prompt; the same on every rank.
 
@@ -141,6 +142,7 @@ def generate(
         vocab_size: ids that stand for tokens; the padding beyond is never chosen.
         eod: the token that ends a text, and is not part of it.
         longest: how many tokens a prompt and its continuation may have together.
+        is_finished: whether a text needs no more tokens, asked with its row and its new tokens after each of them.
 
     Returns:
         The new tokens of each prompt.
@@ -182,7 +184,7 @@ def generate(
             texts[row].append(token)
             if report is not None:
                 report(row, token)
-            if len(texts[row]) == sampling.max_new_tokens:
+            if len(texts[row]) == sampling.max_new_tokens or (is_finished and is_finished(row, texts[row])):
                 open_rows.discard(row)
         if not open_rows:
             break

@@ -30,56 +30,90 @@ def pipeline_keywords(config: ExoTransformerConfig, pg_collection: ProcessGroupC
     }
 
 
-@torch.no_grad()
 def compute_logits(
     chunks: Sequence[torch.nn.Module],
     tokens: Tensor,
     vocab_size: int,
     config: ExoTransformerConfig,
     pg_collection: ProcessGroupCollection,
+    micro_batch_size: int = 1,
 ) -> Tensor | None:
-    """The next-token logits at every position, one sequence at a time.
+    """The next-token logits at every position.
 
     Args:
         chunks: this rank's model chunks, in order of virtual stages.
-        tokens: int64 [b, s], the same on every rank.
+        tokens: int64 [b, s], the same on every rank of a replica.
         vocab_size: columns to return; the padding beyond it is cut.
+        micro_batch_size: sequences that go through the model together; it divides b.
 
     Returns:
         float32 [b, s, vocab_size] on every rank of the last pipeline stage, ``None`` elsewhere.
-
-    Raises:
-        UserError: context-parallel ranks cannot share sequences of this length.
     """
+    local = _forward(chunks, {"tokens": tokens}, config, pg_collection, micro_batch_size)
+    if local is None:
+        return None
+    parts = [torch.empty_like(local) for _ in range(pg_collection.tp.size())]
+    dist.all_gather(parts, local, group=pg_collection.tp)
+    return torch.cat(parts, dim=-1)[..., :vocab_size]
+
+
+def compute_token_losses(
+    chunks: Sequence[torch.nn.Module],
+    tokens: Tensor,
+    labels: Tensor,
+    config: ExoTransformerConfig,
+    pg_collection: ProcessGroupCollection,
+    micro_batch_size: int = 1,
+) -> Tensor | None:
+    """The cross-entropy of every label in nats, without logits ever being gathered; as :func:`compute_logits`.
+
+    Returns:
+        float32 [b, s] on every rank of the last pipeline stage, ``None`` elsewhere.
+    """
+    losses = _forward(chunks, {"tokens": tokens, "labels": labels}, config, pg_collection, micro_batch_size)
+    return None if losses is None else losses[..., 0]
+
+
+@torch.no_grad()
+def _forward(
+    chunks: Sequence[torch.nn.Module],
+    batch: dict[str, Tensor],
+    config: ExoTransformerConfig,
+    pg_collection: ProcessGroupCollection,
+    micro_batch_size: int,
+) -> Tensor | None:
+    """What the last stage computes, float32 [b, s, ·], of whole sequences. They are padded while the ranks share them,
+    which no earlier token sees."""
     cp_group = pg_collection.cp
-    if cp_group.size() > 1 and tokens.shape[1] % (2 * cp_group.size()):
-        raise UserError(
-            f"sequences of {tokens.shape[1]} tokens cannot be cut into 2 x context_parallel_size "
-            f"{cp_group.size()} chunks; pad them to a multiple of {2 * cp_group.size()}"
-        )
-    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    batch = {"tokens": tokens, "positions": positions}
+    (rows, length), device = batch["tokens"].shape, batch["tokens"].device
+    unit = (2 * cp_group.size() if cp_group.size() > 1 else 1) * (
+        config.tensor_model_parallel_size if config.sequence_parallel else 1
+    )
+    padded = -(-length // unit) * unit
+    batch = {name: torch.nn.functional.pad(part, (0, padded - length)) for name, part in batch.items()}
+    batch["positions"] = torch.arange(padded, device=device).expand(rows, padded)
     batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=cp_group)
     collected: list[Tensor] = []
 
-    def forward_step(rows: Any, model: torch.nn.Module) -> tuple[Tensor, Any]:
-        def collect(logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            collected.append(logits.float())
-            return logits.new_zeros(()), {}
+    def forward_step(micro_batches: Any, model: torch.nn.Module) -> tuple[Tensor, Any]:
+        def collect(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            collected.append(output.float())
+            return output.new_zeros(()), {}
 
-        return model(*next(rows), None), collect
+        inputs = dict(zip(batch, next(micro_batches), strict=True))
+        return model(inputs["tokens"], inputs["positions"], None, labels=inputs.get("labels")), collect
 
     was_training = [chunk.training for chunk in chunks]
     for chunk in chunks:
         chunk.eval()
-    iterators = [zip(*(part.split(1) for part in batch.values()), strict=True) for _ in chunks]
+    iterators = [zip(*(part.split(micro_batch_size) for part in batch.values()), strict=True) for _ in chunks]
     get_forward_backward_func(config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size)(
         forward_step_func=forward_step,
         data_iterator=iterators if len(iterators) > 1 else iterators[0],
         model=list(chunks) if len(chunks) > 1 else chunks[0],
-        num_microbatches=tokens.shape[0],
-        seq_length=tokens.shape[1],
-        micro_batch_size=1,
+        num_microbatches=rows // micro_batch_size,
+        seq_length=padded,
+        micro_batch_size=micro_batch_size,
         forward_only=True,
         **pipeline_keywords(config, pg_collection),
     )
@@ -87,12 +121,10 @@ def compute_logits(
         chunk.train(mode)
     if not collected:
         return None
-    local = torch.cat(collected)
+    output = torch.cat(collected)
     if cp_group.size() > 1:
-        local = gather_context(local.transpose(0, 1), cp_group).transpose(0, 1).contiguous()
-    parts = [torch.empty_like(local) for _ in range(pg_collection.tp.size())]
-    dist.all_gather(parts, local, group=pg_collection.tp)
-    return torch.cat(parts, dim=-1)[..., :vocab_size]
+        output = gather_context(output.transpose(0, 1), cp_group).transpose(0, 1).contiguous()
+    return output[:, :length]
 
 
 class ExoInferenceWrapper(GPTInferenceWrapper):

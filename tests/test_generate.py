@@ -6,28 +6,20 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from pydoc_data.topics import topics
 
 import pytest
 import torch
 
 from megatron_exo.checkpoints.inspection import checkpoint_at, read_description
-from megatron_exo.data.preprocess import preprocess
-from megatron_exo.data.tokenizer_training import train_tokenizer
-from megatron_exo.data.tokenizers import TokenizerSpec
 from megatron_exo.errors import UserError
 from megatron_exo.generation import Sampling
 from megatron_exo.pretrain import main as pretrain
 from megatron_exo.trained_model import model_arguments
 from tests.programs import Outcome, one_line, run_program
 from tests.ranks import run_on_ranks
+from tests.text_run import MODEL, RUN, train_on_text
 from tools import convert_to_hf, generate
 
-MODEL = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --group-query-attention --num-query-groups 2"
-MODEL += " --seq-length 128 --max-position-embeddings 128"
-MODEL += " --exo-init megatron --init-method-std 0.3"  # so that every token depends on all before it
-RUN = "--micro-batch-size 1 --global-batch-size 2 --train-iters 4 --lr 3e-2 --lr-decay-style constant --eval-iters 0"
-RUN += " --eval-interval 9 --save-interval 4 --num-workers 0"
 LAYOUTS = {
     "tp2": (2, "--tensor-model-parallel-size 2"),
     "pp2": (2, "--pipeline-model-parallel-size 2"),
@@ -56,17 +48,9 @@ def _train(arguments: list[str]) -> None:
 @pytest.fixture(scope="module")
 def text_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run on text, whose tokenizer is gone: the checkpoint carries a copy."""
-    folder = tmp_path_factory.mktemp("text")
-    (folder / "texts").mkdir()
-    for name in sorted(topics)[:12]:
-        (folder / "texts" / f"{name}.txt").write_text(topics[name])
-    model = train_tokenizer([str(folder / "texts")], str(folder / "tokenizer"), vocab_size=400)
-    preprocess([str(folder / "texts")], str(folder / "data"), TokenizerSpec("SentencePieceTokenizer", str(model)))
-    arguments = f"{MODEL} {RUN} --tokenizer-type SentencePieceTokenizer --tokenizer-model {model} --split 1,0,0"
-    outcome = run_program(pretrain, f"{arguments} --data-path {folder / 'data'} --save {folder / 'run'}".split())
-    assert outcome.status == 0, outcome.err
-    model.unlink()
-    return folder / "run"
+    run = train_on_text(tmp_path_factory.mktemp("text"))
+    run.tokenizer.unlink()
+    return run.checkpoints
 
 
 def generated(run: Path, out: Path, *words: str) -> list[list[int]]:

@@ -6,6 +6,8 @@ import dataclasses
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -314,7 +316,7 @@ def test_requests_that_cannot_be_met_are_one_line(checkpoint: Path, whole: Path,
         ([tmp_path, tmp_path / "out"], "latest_checkpointed_iteration.txt"),
         ([checkpoint, tmp_path / "out", "--push-to-hub", "me/it"], "HF_HUB_OFFLINE is set"),
     ):
-        done = run_program(convert_to_hf.main, arguments, environment={"HF_HUB_OFFLINE": "1"})
+        done = run_program(convert_to_hf.main, arguments)
         assert done.status == 1
         assert words in one_line(done.err)
     assert (tmp_path / "mine.partial" / "thesis.txt").exists()
@@ -322,11 +324,11 @@ def test_requests_that_cannot_be_met_are_one_line(checkpoint: Path, whole: Path,
 
 
 def test_a_hub_that_cannot_be_reached_is_one_line_before_any_work(checkpoint: Path, tmp_path: Path) -> None:
-    environment = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0", "HF_TOKEN": "hf_x"}
-    arguments = [checkpoint, tmp_path / "out", "--push-to-hub", "me/it"]
-    done = run_program(convert_to_hf.main, arguments, environment=environment)
-    assert done.status == 1
-    assert "--push-to-hub me/it cannot be met" in one_line(done.err)
+    environment = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0", "HF_TOKEN": "hf_x"}
+    line = [sys.executable, convert_to_hf.__file__, checkpoint, tmp_path / "out", "--push-to-hub", "me/it"]
+    done = subprocess.run(line, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "--push-to-hub me/it cannot be met" in one_line(done.stderr)
     assert list(tmp_path.iterdir()) == []
 
 
