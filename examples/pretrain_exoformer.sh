@@ -4,13 +4,16 @@
 #
 #   torchrun --nproc-per-node 8 examples/pretrain_exoformer.sh --preset 450M --data-path data/train …
 #   bash examples/pretrain_exoformer.sh [--nproc-per-node N] [arguments of torchrun, then of training]
+#   bash examples/pretrain_exoformer.sh --run-file examples/falsification_1b.toml [arguments that win over the file's]
 #
+# --dry-run prints the plan of a run and starts nothing.
 # Without data arguments it trains the demo preset on what examples/quickstart.sh prepared.
 # All arguments: bash examples/pretrain_exoformer.sh --help
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 python="$root/.venv/bin/python"
 [ -x "$python" ] || python="$(command -v python3)"
-exec "$python" "$root/megatron_exo/launch.py" "$@"
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" # what is started is this checkout
+exec "$python" -P -m megatron_exo.launch "$@"
 ":"""
 from megatron_exo.launch import train
 

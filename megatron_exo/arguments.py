@@ -7,14 +7,16 @@ Everything an ExoFormer needs of Megatron (RMSNorm, RoPE, SwiGLU, no biases, ...
 from __future__ import annotations
 
 import difflib
+import re
 import sys
-from argparse import SUPPRESS, ArgumentParser, Namespace
-from collections.abc import Sequence
+from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from functools import partial
 from importlib.util import find_spec
 from typing import Any, NoReturn
 
-from megatron_exo import platform, presets
+from megatron_exo import platform, presets, run_file
 from megatron_exo.config import (
     ANCHOR_WEIGHTS,
     ANCHORS,
@@ -28,6 +30,7 @@ from megatron_exo.config import (
 from megatron_exo.errors import leave
 from megatron_exo.model.config import WIRES
 from megatron_exo.model.initialization import RECIPES
+from megatron_exo.presets.matching import RULES
 from megatron_exo.same_run import KINDS
 from megatron_exo.variants import VARIANTS, get_variant
 
@@ -175,19 +178,102 @@ def add_exo_arguments(parser: ArgumentParser) -> ArgumentParser:
         "--preset",
         metavar="NAME",
         default=None,
-        help=f"sizes of model and run ({', '.join(presets.PRESETS)}), which any other argument overrides",
+        help=f"sizes of model and run ({', '.join(presets.PRESETS)}), which any other argument overrides; see "
+        "docs/sizes.md",
+    )
+    group.add_argument(
+        "--match",
+        choices=RULES,
+        default=None,
+        help="how the sizes of a preset make variants comparable: the depth that equals the reference's parameters or "
+        "FLOPs per token, the reference's depth with the FFN width that equals its parameters, or nothing "
+        "(default: the preset's, mostly params)",
+    )
+    group.add_argument(
+        "--match-to", metavar="VARIANT", default=None, help="the reference of --match (default: the preset's)"
+    )
+    group.add_argument(
+        "--train-tokens",
+        type=token_count,
+        metavar="N",
+        default=None,
+        help="length of the run, for example 50e9; the last step is the one that reaches it",
+    )
+    group.add_argument(
+        run_file.OPTION,
+        metavar="FILE",
+        default=None,
+        help="a run as a TOML file whose keys are options of this command line and of torchrun's; options given "
+        "beside it win (an example: examples/falsification_1b.toml)",
+    )
+    group.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print the plan of the run and what is missing for it here; build, read and start nothing",
     )
 
     parser.error = partial(_one_line_error, parser)  # type: ignore[method-assign]
     parser.set_defaults(**megatron_defaults())
     if {"-h", "--help"} & set(sys.argv):
         _repair_help(parser)
-    chosen, sizes = _early_arguments(parser, group)
+    words = _with_run_file(parser)
+    chosen, sizes = _early_arguments(parser, group, words)
     if "yaml_cfg" in sizes:
         raise ExoConfigError("--yaml-cfg replaces the command line and with it ExoFormer's arguments; pass arguments")
-    if chosen.preset is not None:
-        parser.set_defaults(**presets.resolve(chosen.preset, exo_config_from_args(chosen), sizes))
+    parser.set_defaults(**_defaults_of_preset(chosen, sizes))
     return parser
+
+
+def _with_run_file(parser: ArgumentParser) -> list[str]:
+    """The words of the command line behind those of the run file it names, which the parser reads, too, from now on."""
+    given = sys.argv[1:]
+    path = run_file.named_by(given)
+    if path is None:
+        return given
+    words = run_file.training_words(path, parser._actions, given)
+    parse_known_args = parser.parse_known_args
+
+    def with_file(args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        return parse_known_args([*words, *(sys.argv[1:] if args is None else args)], namespace)
+
+    parser.parse_known_args = with_file  # type: ignore[method-assign, assignment]
+    return [*words, *given]
+
+
+def _defaults_of_preset(chosen: Namespace, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``--preset``, ``--match`` and ``--train-tokens`` bring: arguments, and the sizes of the reference."""
+    lengths = [name for name in ("train_iters", "train_samples") if name in sizes]
+    if chosen.train_tokens is not None:
+        if lengths:
+            raise ExoConfigError(
+                f"--train-tokens and {option(lengths[0])} both give the length of the run; leave one out"
+            )
+        sizes = {**sizes, "train_tokens": chosen.train_tokens}
+    if chosen.preset is not None:
+        match = {"match": chosen.match, "match_to": chosen.match_to}
+        defaults = presets.resolve(chosen.preset, exo_config_from_args(chosen), sizes, **match)
+        matching = presets.matching_of(chosen.preset, sizes, **match)
+        if matching.rule != "none":
+            reference = matching.sizes
+            defaults |= {"match": matching.rule, "match_to": matching.variant}
+            defaults |= {"match_num_layers": reference.num_layers, "match_ffn_hidden_size": reference.ffn_hidden_size}
+        return defaults
+    for name in ("match", "match_to"):
+        if getattr(chosen, name) is not None:
+            raise ExoConfigError(f"{option(name)} is about the sizes of a preset; pass --preset, or leave it out")
+    if chosen.train_tokens is None:
+        return {}
+    if not {"global_batch_size", "seq_length"} <= sizes.keys():
+        raise ExoConfigError("--train-tokens needs --global-batch-size and --seq-length, or --preset; pass them")
+    return {"train_iters": presets.steps_for(chosen.train_tokens, sizes["global_batch_size"], sizes["seq_length"])}
+
+
+def token_count(text: str) -> int:
+    """A whole number above 0 that may be written with an exponent: ``50e9``."""
+    number = Decimal(text) if re.fullmatch(r"[\d_.]+([eE]\+?\d{1,2})?", text) else Decimal(0)
+    if number < 1 or number != int(number):
+        raise ArgumentTypeError(f"{text!r} is no number of tokens; write for example 50e9")
+    return int(number)
 
 
 def _repair_help(parser: ArgumentParser) -> None:
@@ -211,7 +297,7 @@ def _one_line_error(parser: ArgumentParser, message: str) -> NoReturn:
     leave(message, status=2)
 
 
-def _early_arguments(parser: ArgumentParser, group: Any) -> tuple[Namespace, dict[str, Any]]:
+def _early_arguments(parser: ArgumentParser, group: Any, words: Sequence[str]) -> tuple[Namespace, dict[str, Any]]:
     """Parse what defaults depend on alone, before Megatron's parser sees the command line.
 
     Returns:
@@ -227,7 +313,7 @@ def _early_arguments(parser: ArgumentParser, group: Any) -> tuple[Namespace, dic
                 kept = {"dest": action.dest, "action": "store_const", "const": action.const}
             default = action.default if action.dest in ours else SUPPRESS
             early.add_argument(*action.option_strings, **kept, default=default)
-    chosen = early.parse_known_args(sys.argv[1:])[0]
+    chosen = early.parse_known_args(words)[0]
     sizes = {name: value for name, value in vars(chosen).items() if name not in ours}
     return chosen, sizes
 

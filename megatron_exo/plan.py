@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from megatron_exo.accounting import ModelSizes, flops_per_token, parameters, training_flops_per_token
 from megatron_exo.config import ExoConfig
+from megatron_exo.presets.matching import Matching, total_parameters
 from megatron_exo.variants import VARIANTS, name_of
 
 _EXO_PARTS = ("anchor", "gate", "mixing", "dynamic_mixing")
@@ -59,6 +60,10 @@ class Plan:
     precision: str
     transformer_impl: str
     """Whose layers are built: ``local`` or ``transformer_engine``."""
+    matching: Matching | None = None
+    """What the sizes were matched to."""
+    train_tokens: int | None = None
+    """The length that was asked for, where it was given in tokens."""
 
 
 def format_plan(plan: Plan, columns: int = 110) -> str:
@@ -67,6 +72,7 @@ def format_plan(plan: Plan, columns: int = 110) -> str:
         ("variant", _variant(plan.exo)),
         ("paper", _reported(plan.exo)),
         ("model", _model(plan)),
+        ("match", _match(plan)),
         ("parameters", _parameters(plan)),
         ("training", _training(plan)),
         ("compute", _compute(plan)),
@@ -120,6 +126,23 @@ def _model(plan: Plan) -> str:
     )
 
 
+def _match(plan: Plan) -> str:
+    """What was made equal, by what, to which model, and what difference is left; empty where nothing was."""
+    matching = plan.matching
+    if matching is None:
+        return ""
+    how = {"params": "parameters, by depth", "flops": "FLOPs, by depth", "depth": "depth and parameters, by FFN width"}
+    reference = f"{matching.variant} of {matching.sizes.num_layers} layers and FFN {matching.sizes.ffn_hidden_size}"
+    if (matching.exo, matching.sizes) == (plan.exo, plan.sizes):
+        return f"{how[matching.rule]}: this is the reference, {reference}"
+    more = total_parameters(plan.exo, plan.sizes) - total_parameters(matching.exo, matching.sizes)
+    parameters_more, flops_more = matching.differences(plan.exo, plan.sizes)
+    return (
+        f"{how[matching.rule]}, to {reference}: {parameters_more:+.2%} of its parameters ({more:+,}), "
+        f"{flops_more:+.2%} of its FLOPs per token"
+    )
+
+
 def _parameters(plan: Plan) -> str:
     parts = parameters(plan.exo, plan.sizes)
     shown = ", ".join(f"{name.replace('_', ' ')} {human(count)}" for name, count in parts.items() if count)
@@ -131,9 +154,11 @@ def _training(plan: Plan) -> str:
     if not plan.train_iters:
         return "none, evaluation only"
     tokens = plan.global_batch_size * plan.sizes.seq_length
+    more = plan.train_iters * tokens - (plan.train_tokens or plan.train_iters * tokens)
+    rounded = f" ({more:,} more than asked for, to end with a whole step)" if more else ""
     return (
         f"{plan.train_iters:,} steps of {tokens:,} tokens ({plan.global_batch_size} sequences of "
-        f"{plan.sizes.seq_length:,}), {human(plan.train_iters * tokens)} tokens in all; {plan.optimizer}"
+        f"{plan.sizes.seq_length:,}), {human(plan.train_iters * tokens)} tokens in all{rounded}; {plan.optimizer}"
     )
 
 

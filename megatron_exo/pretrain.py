@@ -7,6 +7,7 @@ pipeline stages, and shows a person what a person needs to see.
 from __future__ import annotations
 
 import signal
+import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,10 @@ def main() -> None:
     with one_line_errors(storage_hint=hint):
         platform.activate()
         end_children_with_this_process()
-        _run()
+        if "--dry-run" in sys.argv:
+            _show_plan()
+        else:
+            _run()
 
 
 def _run() -> None:
@@ -84,6 +88,21 @@ def _run() -> None:
             )
         dist.barrier()
         dist.destroy_process_group()
+
+
+def _show_plan() -> None:
+    """What :func:`_run` says first, for a run of as many ranks as ``WORLD_SIZE`` says."""
+    from megatron_exo import console
+    from megatron_exo.plan import format_plan
+    from megatron_exo.startup import rehearse, training_plan
+
+    with console.install(None, rank=0, world_size=1, seq_length=0) as out:
+        start, lacks = rehearse()
+        if start.args.rank == 0:
+            out.say(format_plan(training_plan(start)))
+            out.say("dry run: nothing was built or started; device and layers are those of this machine")
+            for each in lacks:
+                out.say(f"not on this machine: {each}")
 
 
 def _count_operations_as_planned(start: Start) -> None:

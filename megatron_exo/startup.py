@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import shutil
 import socket
 import tempfile
@@ -13,14 +14,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training import get_args, get_tokenizer, initialize
-from megatron.training.arguments import parse_and_validate_args, parse_args
+from megatron.training.arguments import parse_and_validate_args, parse_args, validate_args
 from megatron.training.vocab_utils import calculate_padded_vocab_size
 
 from megatron_exo import accounting, platform
@@ -30,8 +33,11 @@ from megatron_exo.builder import ExoModelConfig, model_config_from_args
 from megatron_exo.config import ExoConfig
 from megatron_exo.errors import UserError
 from megatron_exo.plan import Layout, Plan
+from megatron_exo.presets import GPT2_VOCAB_SIZE
+from megatron_exo.presets.matching import Matching
 from megatron_exo.resume import check_load
 from megatron_exo.roll_call import call_roll
+from megatron_exo.variants import get_variant
 
 _LOOPBACK = "lo"
 """Linux's name of the interface that no other machine reaches."""
@@ -58,6 +64,8 @@ def preview() -> Namespace:
         UserError: one line on what cannot be met.
     """
     args = parse_args(add_exo_arguments)
+    if args.dry_run:
+        raise UserError("--dry-run is an option of training alone; leave it out")
     check_arguments(args)
     if args.save is not None:
         _check_writable(Path(args.save))
@@ -75,8 +83,45 @@ def understand() -> Start:
         args = parse_and_validate_args(add_exo_arguments)
     if args.skip_train and not (args.train_iters or args.train_samples):
         args.train_iters = 1  # Megatron prepares a training set all the same
-    exo, tokenizer = exo_config_from_args(args), get_tokenizer()
+    start = work_out(args, get_tokenizer())
+    if args.load is not None or args.pretrained_checkpoint is not None:
+        check_load(args, start.exo)
+    return start
+
+
+def rehearse() -> tuple[Start, list[str]]:
+    """:func:`understand` for a run that is not to start now or here: makes no folder, and sets no global of Megatron.
+
+    Returns:
+        What is known of the run, and what it lacks on this machine. Without its tokenizer, the vocabulary is that of
+        ``--vocab-size``, or GPT-2's.
+
+    Raises:
+        UserError: one line on what cannot be met.
+    """
+    args = parse_args(add_exo_arguments)
+    lacks = [f"dataset {prefix}" for prefix in _named_datasets(args) if not Path(f"{prefix}.idx").exists()]
+    model = args.tokenizer_model
+    if model is not None and not Path(model).exists():
+        args.tokenizer_type, args.vocab_size = "NullTokenizer", args.vocab_size or GPT2_VOCAB_SIZE
+        lacks.append(f"tokenizer {model} (a vocabulary of {args.vocab_size:,} assumed)")
+    check_arguments(args)
+    with _megatrons_refusals():
+        validate_args(args)
+        tokenizer = build_tokenizer(args)
+    return work_out(args, tokenizer), lacks
+
+
+def _named_datasets(args: Namespace) -> list[str]:
+    """The prefixes on the command line, without their weights."""
+    words = chain(*(getattr(args, f"{part}data_path") or () for part in ("", "train_", "valid_", "test_")))
+    return [word for word in words if not re.fullmatch(r"[\d.]+", word)]
+
+
+def work_out(args: Namespace, tokenizer: Any) -> Start:
+    """The model of a validated command line; ``args`` are completed by what follows from them."""
     vocab_size = max(tokenizer.vocab_size, args.vocab_size or 0)
+    exo = exo_config_from_args(args)
     args.padded_vocab_size = calculate_padded_vocab_size(
         vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size, logging_enabled=False
     )
@@ -84,10 +129,11 @@ def understand() -> Start:
     args.vocab_size = vocab_size
     for axis in dataclasses.fields(exo):
         setattr(args, f"exo_{axis.name}", getattr(exo, axis.name))
+    if (matching := reference_of(args, vocab_size)) is not None:
+        differences = matching.differences(exo, model_sizes(args, vocab_size))
+        args.match_parameters_difference, args.match_flops_difference = differences
     with _megatrons_refusals():
         model_config = model_config_from_args(args, exo, vocab_size)
-    if args.load is not None or args.pretrained_checkpoint is not None:
-        check_load(args, exo)
     return Start(args, exo, tokenizer, vocab_size, model_config)
 
 
@@ -147,6 +193,18 @@ def model_sizes(args: Namespace, vocab_size: int) -> accounting.ModelSizes:
     )
 
 
+def reference_of(args: Namespace, vocab_size: int) -> Matching | None:
+    """What the sizes of a validated command line were matched to, with the tokenizer's vocabulary."""
+    if args.match in (None, "none"):
+        return None
+    sizes = dataclasses.replace(
+        model_sizes(args, vocab_size),
+        num_layers=args.match_num_layers,
+        ffn_hidden_size=args.match_ffn_hidden_size,
+    )
+    return Matching(args.match, args.match_to, get_variant(args.match_to).exo, sizes)
+
+
 def device_name() -> str:
     """Of this rank: ``cpu``, or the GPU's name."""
     return torch.cuda.get_device_name() if platform.is_gpu() else "cpu"
@@ -175,6 +233,8 @@ def training_plan(start: Start) -> Plan:
         device=f"{device_name()} ({args.distributed_backend})",
         precision="bf16, fp32 masters" if args.bf16 else "fp16, fp32 masters" if args.fp16 else "fp32",
         transformer_impl=args.transformer_impl,
+        matching=reference_of(args, start.vocab_size),
+        train_tokens=args.train_tokens,
     )
 
 

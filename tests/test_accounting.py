@@ -13,6 +13,7 @@ import torch
 
 from megatron_exo.accounting import ModelSizes, flops_per_token, parameters, training_flops_per_token
 from megatron_exo.config import ExoConfig
+from megatron_exo.presets import matching_of
 from megatron_exo.variants import VARIANTS
 from tests.ranks import run_on_ranks
 
@@ -112,6 +113,10 @@ CASES |= {
     "dynamic without a gate": (ExoConfig(anchor="h0", pathways="qkv", anchor_norm="qkv", mixing="dynamic"), TOY),
     "scalar residual": (ExoConfig(gate="elementwise", control="embedding-residual", granularity="scalar"), TOY),
 }
+CASES |= {
+    f"{name}, 20M, matched by FFN width": (exo := VARIANTS[name].exo, matching_of("20M", match="depth").solve(exo))
+    for name in ("base", "dynamic-e-nuresformer", "dynamic-e-exoformer")
+}
 
 
 def count_real_models(cases: list[Case]) -> list[dict[str, int]]:
@@ -145,8 +150,40 @@ def test_toy_models_are_as_large_as_the_authors(name: str, count: int) -> None:
 
 
 def test_the_1b_dynamic_exoformer_has_the_published_number_of_parameters() -> None:
-    sizes = ModelSizes(32, 1536, 16, 16, 96, 3072, vocab_size=57_601, seq_length=2048)
+    sizes = dataclasses.replace(matching_of("1B").sizes, vocab_size=57_601)
+    d = 1536
+    layer = 11 * d**2 + (2 * d + 2 * 96) + 8 * d + (d * 16 + 16 * 8 + 8)
+    by_hand = 2 * 57_601 * d + d + 32 * layer + 4 * d**2 + 4 * 96
+    assert sum(parameters(VARIANTS["dynamic-e-exoformer"].exo, sizes).values()) == by_hand == 1_018_150_016
     assert f"{sum(parameters(VARIANTS['dynamic-e-exoformer'].exo, sizes).values()) / 1e6:.1f}" == "1018.2"
+
+
+# Of 450M, d = 1024 in 16 heads of 64, by hand. Embedding and head; per layer the square matrices (Q, K, V, output, and
+# with a gate G), the FFN's three of 2 d², two norms of d and those of Q and K; the last norm.
+_D = 1024
+_ENDS = 2 * 50_257 * _D + _D
+_NORMS = 2 * _D + 2 * 64
+_ANCHOR = 4 * _D**2 + 4 * 64  # Q, K, V, G matrices and their norms' gains
+_LAMBDA = 2 * 4 * _D  # two per channel of Q, K, V, G
+_DYNAMIC = _D * 16 + 16 * 8 + 8
+HAND_COUNTS = {
+    "base": _ENDS + 32 * (4 * _D**2 + 6 * _D**2 + _NORMS),
+    "gated": _ENDS + 29 * (5 * _D**2 + 6 * _D**2 + _NORMS),
+    "e-exoformer": _ENDS + 28 * (5 * _D**2 + 6 * _D**2 + _NORMS + _LAMBDA) + _ANCHOR,
+    "dynamic-e-exoformer": _ENDS + 28 * (5 * _D**2 + 6 * _D**2 + _NORMS + _LAMBDA + _DYNAMIC) + _ANCHOR,
+}
+
+
+@pytest.mark.parametrize(("name", "count"), HAND_COUNTS.items())
+def test_models_of_450m_are_as_large_as_counted_by_hand(name: str, count: int) -> None:
+    exo = VARIANTS[name].exo
+    assert sum(parameters(exo, matching_of("450M").solve(exo)).values()) == count
+
+
+def test_operations_at_450m_agree_with_a_count_by_hand() -> None:
+    exo = VARIANTS["gated"].exo
+    layer = 2 * 11 * _D**2 + 2 * 2 * _D * (2048 + 1) / 2  # matrices, and causal scores and values
+    assert sum(flops_per_token(exo, matching_of("450M").solve(exo)).values()) == 29 * layer + 2 * _D * 50_257
 
 
 def test_operations_agree_with_a_count_by_hand() -> None:

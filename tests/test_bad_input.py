@@ -66,7 +66,7 @@ COMMAND_LINES: list[tuple[str, int, str]] = [
     (
         f"{RUN} {MOCK_DATA}",
         1,
-        "not given: --num-layers, --hidden-size, .* pass these, or --preset with one of demo, 450M, 1B",
+        "not given: --num-layers, --hidden-size, .* pass these, or --preset with one of demo, 20M, .* 7B",
     ),
     (f"{MODEL} {MOCK_DATA}", 1, "not given: --micro-batch-size, --lr, --eval-interval"),
     (
@@ -107,6 +107,12 @@ COMMAND_LINES: list[tuple[str, int, str]] = [
         1,
         "hidden size 33 cannot be divided into 4 heads; give",
     ),
+    (f"{MODEL} {RUN} {MOCK_DATA} --match depth", 1, "--match is about the sizes of a preset; pass --preset, or leave"),
+    (f"{MODEL} {RUN} {MOCK_DATA} --train-tokens 1e6", 1, "--train-tokens and --train-iters both give the length of"),
+    (f"{MODEL} {MOCK_DATA} --train-tokens 1e6", 1, "--train-tokens needs --global-batch-size and --seq-length, or"),
+    (f"{MODEL} {MOCK_DATA} --train-tokens 1.5", 2, "argument --train-tokens: '1.5' is no number of tokens; write"),
+    (f"{MODEL} {MOCK_DATA} --train-tokens many", 2, "argument --train-tokens: 'many' is no number of tokens; write"),
+    (f"{MODEL} {RUN} {MOCK_DATA} --dry-run", 1, "--dry-run is an option of training alone; leave it out"),
 ]
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_exo import launch
+from megatron_exo.errors import UserError
 from tests.programs import run_program
 
 ROOT = Path(__file__).parent.parent
@@ -78,6 +79,10 @@ def test_arguments_that_name_data_are_left_alone(prepared: Path, given: list[str
     assert launch.with_demo(given) == given
 
 
+def test_a_run_file_stands_for_itself(prepared: Path) -> None:
+    assert launch.with_demo(["--run-file", "a.toml"]) == ["--run-file", "a.toml"]
+
+
 def test_a_given_preset_is_kept_for_the_demo_data(prepared: Path) -> None:
     assert launch.with_demo(["--preset", "450M"]).count("--preset") == 1
 
@@ -88,3 +93,48 @@ def test_torchruns_options_are_told_from_trainings() -> None:
     )
     assert launcher == ["--nproc-per-node", "2", "--nnodes=2", "--master_port", "1"]
     assert training == ["--bf16", "--lr", "1e-3"]
+
+
+HANDLED = ["--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"]
+
+
+@pytest.mark.parametrize(
+    ("given", "added"),
+    [
+        ([], ["--standalone", "--nproc-per-node", "1"]),
+        (["--nproc-per-node", "2"], ["--standalone"]),
+        (["--nnodes=1", "--nproc-per-node=8"], ["--standalone"]),
+        (["--nnodes", "4", "--nnodes", "1"], ["--standalone"]),  # a run file's, and the command line's
+        (["--nnodes=2", "--master-addr", "a"], []),
+        (["--nnodes=2", "--rdzv_endpoint=a:1"], []),
+    ],
+)
+def test_ranks_of_one_machine_meet_on_it_and_others_where_they_are_told(given: list[str], added: list[str]) -> None:
+    assert launch.torchrun_words(given, {}) == [*HANDLED, *added, *given]
+
+
+def test_several_nodes_that_are_not_told_where_to_meet_are_refused() -> None:
+    with pytest.raises(UserError, match="4 nodes, and nothing says where they meet; start this on each with --master"):
+        launch.torchrun_words(["--nnodes=4"], {})
+    assert launch.torchrun_words(["--nnodes=4"], {"PET_MASTER_ADDR": "a"}) == [*HANDLED, "--nnodes=4"]
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "first"),
+    [
+        ("node7", "node7"),
+        ("gpu-a,gpu-b", "gpu-a"),
+        ("node[03-06,9],other", "node03"),
+        ("rack[12,14]-gpu", "rack12-gpu"),
+    ],
+)
+def test_nodes_of_slurm_meet_on_the_first(nodelist: str, first: str) -> None:
+    words = launch.torchrun_words(["--nnodes=4"], {"SLURM_NODEID": "2", "SLURM_JOB_NODELIST": nodelist})
+    assert words == [*HANDLED, "--node-rank", "2", "--master-addr", first, "--nnodes=4"]
+
+
+def test_a_dry_run_plans_for_the_ranks_that_would_be_started() -> None:
+    assert launch.planned_world_size(["--nnodes=4", "--nproc-per-node=8", "--nnodes", "2"]) == 16
+    assert launch.planned_world_size([]) == 1
+    with pytest.raises(UserError, match="cannot plan for --nproc-per-node gpu, which is no number; pass"):
+        launch.planned_world_size(["--nproc-per-node", "gpu"])

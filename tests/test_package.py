@@ -95,9 +95,17 @@ def test_modules_import_only_what_the_base_installation_declares() -> None:
 
 
 def test_every_file_of_the_package_is_installed() -> None:
-    # Only Python modules are packaged: a data file would be missing from the wheel, if not from an editable install.
+    # A data file that is not declared would be missing from the wheel, if not from an editable install.
     files = [path for path in (ROOT / "megatron_exo").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
-    assert [path for path in files if path.suffix != ".py"] == []
+    declared = PYPROJECT["tool"]["setuptools"]["package-data"]
+    packaged = {
+        path
+        for package, patterns in declared.items()
+        for pattern in patterns
+        for path in (ROOT / Path(*package.split("."))).glob(pattern)
+    }
+    assert [path for path in files if path.suffix != ".py" and path not in packaged] == []
+    assert len(packaged) == 9
 
 
 def test_the_licence_is_apache_2_0_verbatim() -> None:

@@ -9,6 +9,7 @@ import pytest
 from megatron_exo.accounting import ModelSizes, flops_per_token, parameters
 from megatron_exo.config import ExoConfig
 from megatron_exo.plan import Layout, Plan, format_plan, human
+from megatron_exo.presets import matching_of
 from megatron_exo.variants import VARIANTS
 
 SIZES = ModelSizes(28, 1024, 16, 16, 64, 2048, vocab_size=50_257, seq_length=2048)
@@ -30,6 +31,8 @@ PLAN = Plan(
     device="NVIDIA H200 (nccl)",
     precision="bf16",
     transformer_impl="transformer_engine",
+    matching=matching_of("450M"),
+    train_tokens=10_000_000_000,
 )
 
 
@@ -52,7 +55,10 @@ def test_a_plan_says_what_is_trained_how_and_on_what() -> None:
         "reported (450M, 10B tokens, one run): validation perplexity 14.09, mean accuracy 50.27%",
         "28 layers, hidden size 1024, 16 heads of 64, FFN 2048, vocabulary 50,257 (padded to 50,304)",
         f"{sum(parameters(PLAN.exo, SIZES).values()) / 1e6:.1f}M, padding left out: embedding 51.5M",
-        "38,147 steps of 262,144 tokens (128 sequences of 2,048), 10.00B tokens in all; adam, lr 0.003, WSD",
+        "parameters, by depth, to base of 32 layers and FFN 2048: -1.76% of its parameters (-7,705,120), "
+        "-3.53% of its FLOPs per token",
+        "38,147 steps of 262,144 tokens (128 sequences of 2,048), 10.00B tokens in all (7,168 more than asked for, to "
+        "end with a whole step); adam, lr 0.003, WSD",
         "tp 2 (sequence parallel), pp 4 (vpp 2), cp 1, dp 8: 64 processes, 4 micro-batches of 4 a step",
         "NVIDIA H200 (nccl), bf16, transformer_engine layers",
     ):
@@ -73,6 +79,22 @@ def test_a_model_that_is_only_evaluated_has_no_training_in_its_plan() -> None:
     assert "training none, evaluation only" in text
     assert f"compute {sum(flops_per_token(PLAN.exo, SIZES).values()) / 1e9:.3g} GFLOP per token, forward (" in text
     assert "in all" not in text
+
+
+def test_the_reference_is_called_that() -> None:
+    plan = dataclasses.replace(PLAN, exo=VARIANTS["base"].exo, sizes=dataclasses.replace(SIZES, num_layers=32))
+    assert "parameters, by depth: this is the reference, base of 32 layers and FFN 2048" in one_line(plan)
+
+
+def test_the_rule_says_what_was_made_equal_and_by_what() -> None:
+    for rule, text in (("flops", "FLOPs, by depth, to base"), ("depth", "depth and parameters, by FFN width, to base")):
+        assert text in one_line(dataclasses.replace(PLAN, matching=matching_of("450M", match=rule)))
+    assert "match " not in one_line(dataclasses.replace(PLAN, matching=None))
+
+
+def test_a_length_that_is_met_or_not_in_tokens_is_not_rounded() -> None:
+    for tokens in (None, 38_147 * 262_144):
+        assert "10.00B tokens in all; adam" in one_line(dataclasses.replace(PLAN, train_tokens=tokens))
 
 
 def test_what_travels_between_stages_is_named_where_it_is_not_the_anchor() -> None:

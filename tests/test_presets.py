@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from megatron_exo import presets
 from megatron_exo.accounting import ModelSizes, parameters
 from megatron_exo.config import ExoConfigError
-from megatron_exo.presets import GPT2_VOCAB_SIZE, PRESETS, get_preset, resolve
+from megatron_exo.presets import GPT2_VOCAB_SIZE, PRESETS, get_preset, matching_of, resolve
+from megatron_exo.presets.matching import total_flops, total_parameters
 from megatron_exo.variants import VARIANTS
 from tests.ranks import run_on_ranks
 
@@ -50,7 +53,9 @@ def test_gated_models_of_1b_have_the_published_32_layers(variant: str) -> None:
     assert resolve("1B", VARIANTS[variant].exo)["num_layers"] == 32
 
 
-@pytest.mark.parametrize(("preset", "reference"), [("450M", "base"), ("1B", "dynamic-e-exoformer")])
+@pytest.mark.parametrize(
+    ("preset", "reference"), [(name, PRESETS[name].reference) for name in PRESETS if name != "demo"]
+)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_depth_is_the_deepest_that_keeps_to_the_references_parameters(
     preset: str, reference: str, variant: str
@@ -59,7 +64,7 @@ def test_the_depth_is_the_deepest_that_keeps_to_the_references_parameters(
     assert count(preset, variant) <= budget < count(preset, variant, extra_layers=1)
 
 
-@pytest.mark.parametrize("preset", ["450M", "1B"])
+@pytest.mark.parametrize("preset", PRESETS)
 def test_every_variant_of_a_family_differs_in_depth_alone(preset: str) -> None:
     base = resolve(preset, VARIANTS["base"].exo)
     for variant in VARIANTS.values():
@@ -74,6 +79,114 @@ def test_450m_is_the_papers_recipe() -> None:
     assert arguments["ffn_hidden_size"] == 2 * arguments["hidden_size"]
 
 
+def test_presets_come_from_the_smallest_to_the_largest() -> None:
+    assert list(PRESETS) == ["demo", "20M", "60M", "190M", "450M", "1B", "3B", "7B"]
+
+
+@pytest.mark.parametrize("preset", [name for name in PRESETS if name != "demo"])
+def test_a_preset_is_named_after_its_parameters_and_trains_on_about_twenty_tokens_for_each(preset: str) -> None:
+    named = float(preset[:-1]) * {"M": 1e6, "B": 1e9}[preset[-1]]
+    parameters = count(preset, PRESETS[preset].reference)
+    assert parameters == pytest.approx(named, rel=0.08)
+    assert 18 < PRESETS[preset].tokens / parameters < 23
+    arguments = PRESETS[preset].arguments
+    assert arguments["hidden_size"] == arguments["num_attention_heads"] * arguments["kv_channels"]
+    assert arguments["ffn_hidden_size"] == 2 * arguments["hidden_size"]
+
+
+def test_the_demo_has_four_layers_whatever_the_variant() -> None:
+    assert {resolve("demo", variant.exo)["num_layers"] for variant in VARIANTS.values()} == {4}
+
+
+def test_a_preset_is_a_file_of_twenty_lines_or_so() -> None:
+    files = {path.stem: path for path in Path(presets.__file__).parent.glob("*.toml")}
+    assert files.keys() == {*PRESETS, "recipe"}
+    assert all(len(file.read_text().splitlines()) < 25 for file in files.values())
+
+
+# -- matching ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_matched_by_ffn_width_a_variant_is_as_deep_and_as_large_as_the_reference(preset: str, variant: str) -> None:
+    matching = matching_of(preset, match="depth")
+    exo = VARIANTS[variant].exo
+    sizes = matching.solve(exo)
+    assert dataclasses.replace(sizes, ffn_hidden_size=matching.sizes.ffn_hidden_size) == matching.sizes
+    assert (sizes.ffn_hidden_size - matching.sizes.ffn_hidden_size) % 16 == 0
+    step = 16 * 3 * sizes.hidden_size * sizes.num_layers
+    assert abs(total_parameters(exo, sizes) - total_parameters(matching.exo, matching.sizes)) <= step / 2
+    assert max(map(abs, matching.differences(exo, sizes))) < 0.003
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_matched_in_flops_a_variant_is_the_deepest_that_costs_no_more(preset: str, variant: str) -> None:
+    matching = matching_of(preset, match="flops")
+    exo = VARIANTS[variant].exo
+    sizes = matching.solve(exo)
+    budget = 1.001 * total_flops(matching.exo, matching.sizes)
+    deeper = dataclasses.replace(sizes, num_layers=sizes.num_layers + 1)
+    assert total_flops(exo, sizes) <= budget < total_flops(exo, deeper)
+
+
+def test_a_dynamic_nuresformer_gets_the_capacity_of_the_anchor_matrices_by_one_option() -> None:
+    """At 1B: 4 d² parameters over 32 layers of three FFN matrices are 64 channels."""
+    arguments = resolve("1B", VARIANTS["dynamic-e-nuresformer"].exo, match="depth")
+    assert (arguments["num_layers"], arguments["ffn_hidden_size"]) == (32, 3072 + 4 * 1536**2 // (32 * 3 * 1536))
+    matching = matching_of("1B", match="depth")
+    assert matching.variant == "dynamic-e-exoformer"
+    sizes = matching.solve(VARIANTS["dynamic-e-nuresformer"].exo)
+    # What is left: λ and the dynamic MLP of layer 1, and the gains of two anchor norms.
+    left = 8 * 1536 + (1536 * 16 + 16 * 8 + 8) + 2 * 96
+    assert total_parameters(VARIANTS["dynamic-e-nuresformer"].exo, sizes) == count("1B", matching.variant) - left
+
+
+def test_any_variant_can_be_the_reference_at_the_depth_that_the_preset_gives_it() -> None:
+    matching = matching_of("450M", match="depth", match_to="dynamic-e-exoformer")
+    assert matching.sizes.num_layers == 28
+    arguments = resolve("450M", VARIANTS["dynamic-e-nuresformer"].exo, match="depth", match_to="dynamic-e-exoformer")
+    # 4 d² over 28 layers of three FFN matrices are 48.8 channels: three steps of 16.
+    assert (arguments["num_layers"], arguments["ffn_hidden_size"]) == (28, 2048 + 48)
+    by_params = resolve("450M", VARIANTS["gated"].exo, match_to="dynamic-e-exoformer")
+    assert by_params["num_layers"] == 28
+
+
+def test_unmatched_variants_have_the_presets_sizes() -> None:
+    for variant in ("base", "gated", "dynamic-e-exoformer"):
+        arguments = resolve("450M", VARIANTS[variant].exo, match="none")
+        assert (arguments["num_layers"], arguments["ffn_hidden_size"]) == (32, 2048)
+
+
+def test_a_given_depth_is_everyones_where_the_ffn_width_is_solved() -> None:
+    matching = matching_of("1B", {"num_layers": 4}, match="depth")
+    assert matching.sizes.num_layers == 4
+    assert resolve("1B", VARIANTS["base"].exo, {"num_layers": 4}, match="depth")["ffn_hidden_size"] > 3072 + 512
+
+
+def test_a_given_depth_is_not_matched_unless_that_is_asked_for() -> None:
+    assert resolve("450M", VARIANTS["gated"].exo, {"num_layers": 4})["num_layers"] == 4
+    assert matching_of("450M", {"num_layers": 4}).rule == "none"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "match", "message"),
+    [
+        ({"num_layers": 4}, {"match": "params"}, "--match params finds --num-layers, which is given, too; leave one"),
+        ({"num_layers": 4}, {"match": "flops"}, "or use --match depth, which finds the FFN width"),
+        ({"num_layers": 4}, {"match_to": "gated"}, "--match params finds --num-layers"),
+        ({"ffn_hidden_size": 64}, {"match": "depth"}, "--match depth finds --ffn-hidden-size, which is given"),
+        ({}, {"match": "none", "match_to": "gated"}, "--match-to without a rule; pass --match params"),
+        ({}, {"match_to": "gatd"}, "unknown variant 'gatd'; did you mean gated"),
+        ({"num_layers": 1, "hidden_size": 16}, {"match": "depth", "match_to": "base"}, "without a single FFN"),
+    ],
+)
+def test_what_cannot_be_matched_is_refused(overrides: dict[str, Any], match: dict[str, str], message: str) -> None:
+    with pytest.raises(ExoConfigError, match=message):
+        resolve("450M", VARIANTS["dynamic-e-exoformer"].exo, overrides, **match)
+
+
 def test_resolving_does_not_change_the_preset() -> None:
     resolve("450M", VARIANTS["gated"].exo)["lr"] = 1.0
     assert get_preset("450M").arguments["num_layers"] == 32
@@ -81,7 +194,7 @@ def test_resolving_does_not_change_the_preset() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "hint"), [("1b", "1B"), ("450", "450M"), ("dmo", "demo"), ("tiny", "demo, 450M, 1B")]
+    ("wrong", "hint"), [("1b", "1B"), ("450", "450M"), ("dmo", "demo"), ("tiny", "demo, 20M, .*7B")]
 )
 def test_an_unknown_preset_is_answered_with_the_nearest_names(wrong: str, hint: str) -> None:
     with pytest.raises(ExoConfigError, match=f"unknown preset '{wrong}'.*{hint}"):
@@ -105,6 +218,26 @@ def test_a_shorter_run_keeps_the_shape_of_the_schedule() -> None:
         "lr_wsd_decay_iters": 200,
         "eval_interval": 250,
     }
+
+
+def test_a_length_in_tokens_ends_with_the_step_that_reaches_it() -> None:
+    step = 262_144
+    for tokens, steps in (
+        (1, 1),
+        (step, 1),
+        (step + 1, 2),
+        (10 * step, 10),
+        (10 * step + 1, 11),
+        (50 * 10**9, 190_735),
+    ):
+        assert resolve("450M", VARIANTS["base"].exo, {"train_tokens": tokens})["train_iters"] == steps
+    assert changed("450M", train_tokens=1000 * step) == {"train_iters": 1000} | changed("450M", train_iters=1000)
+
+
+def test_another_batch_or_context_keeps_the_tokens() -> None:
+    assert changed("450M", global_batch_size=256)["train_iters"] == 19_074
+    assert changed("450M", seq_length=4096)["train_iters"] == 19_074
+    assert "train_iters" not in changed("450M", global_batch_size=256, train_iters=38_147)
 
 
 def test_a_longer_run_keeps_the_warm_up_and_the_intervals() -> None:
@@ -161,7 +294,7 @@ def test_a_width_that_does_not_divide_into_heads_is_refused() -> None:
 
 
 def test_a_longer_context_brings_its_positions() -> None:
-    assert changed("demo", seq_length=512) == {"max_position_embeddings": 512}
+    assert changed("demo", seq_length=512, train_iters=400) == {"max_position_embeddings": 512}
 
 
 def test_depths_are_matched_at_the_widths_of_the_run() -> None:
@@ -238,7 +371,7 @@ def test_the_rate_is_flat_until_the_last_20_percent_and_ends_at_a_tenth(
 ) -> None:
     arguments, rates = in_megatron[preset]
     iters, warmup = arguments["train_iters"], arguments["lr_warmup_iters"]
-    assert rates[warmup // 2] == pytest.approx(0.5)
-    assert set(rates[warmup : int(0.8 * iters)]) == {1.0}
-    assert rates[int(0.9 * iters)] == pytest.approx(0.55, abs=1e-4)  # halfway, up to the rounding of iterations
+    assert (rates[warmup // 2], rates[warmup]) == (pytest.approx(0.5), pytest.approx(1.0))
+    assert set(rates[warmup + 1 : int(0.8 * iters)]) == {1.0}
+    assert rates[int(0.9 * iters)] == pytest.approx(0.55, abs=1 / arguments["lr_wsd_decay_iters"])  # halfway, to a step
     assert rates[iters] == pytest.approx(0.1)
