@@ -81,7 +81,7 @@ def _params() -> list[Any]:
     everything = {layout: list(CASES) for layout in ALL} | dict.fromkeys(SOURCE_WIRE, WITH_SOURCE)
     for number, (layout, cases) in enumerate(everything.items()):
         if layout.world_size == 4:
-            everything[layout] = [cases[(number + i) % len(cases)] for i in range(3)]
+            everything[layout] = [cases[(3 * number + i) % len(cases)] for i in range(3)]
     everything |= UNEVEN | ON_EIGHT
     return quick + [
         pytest.param(_points(number, layout, cases), layout, id=str(layout), marks=pytest.mark.slow)
