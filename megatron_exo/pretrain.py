@@ -38,7 +38,7 @@ def _run() -> None:
     from megatron.training import pretrain
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
-    from megatron_exo import console, replay
+    from megatron_exo import console, replay, schedule
     from megatron_exo.checkpoints.failed_saves import last_one_checked
     from megatron_exo.data.full_validation import full_validation_datasets_provider
     from megatron_exo.data.provider import check_data_arguments, train_valid_test_datasets_provider
@@ -63,6 +63,7 @@ def _run() -> None:
         if args.rank == 0:
             out.say(format_plan(training_plan(start)))
         _count_operations_as_planned(start)
+        schedule.use_in_training()
         datasets_provider: Any = train_valid_test_datasets_provider
         if start.args.full_validation:  # from here on our datasets' matter, and hidden from Megatron
             datasets_provider, start.args.full_validation = full_validation_datasets_provider, False

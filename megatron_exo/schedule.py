@@ -12,6 +12,30 @@ _POINTS = 10_000
 """Samples at which two schedules are compared, at most: each step of a short run, and evenly over a long one."""
 
 
+class Scheduler(OptimizerParamScheduler):
+    """Megatron's, except that the warm-up begins at the same share of the highest rate for every parameter group.
+
+    Megatron takes ``--lr-warmup-init`` for all groups, whatever their own ``max_lr``.
+    """
+
+    init_lr: float
+
+    def get_lr(self, param_group: dict[str, Any]) -> float:
+        init_lr = self.init_lr
+        self.init_lr = init_lr * param_group.get("max_lr", self.max_lr) / self.max_lr
+        try:
+            return super().get_lr(param_group)
+        finally:
+            self.init_lr = init_lr
+
+
+def use_in_training() -> None:
+    """Bind :class:`Scheduler` where Megatron's training loop looks its scheduler up; no argument replaces it."""
+    from megatron.training import training
+
+    training.OptimizerParamScheduler = Scheduler
+
+
 class _NoParameters:
     """In place of an optimizer, for a scheduler that is only asked."""
 
@@ -46,7 +70,7 @@ def learning_rate(args: Namespace) -> Callable[[int], float]:
     schedule = schedule_of(args)
     in_samples = bool(args.train_samples)
     final = args.lr_wsd_decay_samples if in_samples else args.lr_wsd_decay_iters
-    scheduler = OptimizerParamScheduler(
+    scheduler = Scheduler(
         _NoParameters(),
         init_lr=args.lr_warmup_init,
         max_lr=args.lr,

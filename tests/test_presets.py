@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -361,3 +362,28 @@ def test_the_rate_warms_up_from_the_first_step_is_flat_and_decays_over_the_last_
     decay = round(iters / 5)
     expected = [min((step + 1) / warmup, 1.0, 0.1 + 0.9 * (iters - step) / decay) for step in range(iters)]
     assert rates == pytest.approx(expected)
+
+
+def test_parameter_groups_with_a_rate_of_their_own_follow_the_same_schedule() -> None:
+    from megatron_exo.schedule import Scheduler
+
+    groups: list[dict[str, Any]] = [{}, {"max_lr": 0.003, "min_lr": 0.0003}]
+    scheduler = Scheduler(
+        SimpleNamespace(param_groups=groups),
+        init_lr=0.01 / 5,
+        max_lr=0.01,
+        min_lr=0.001,
+        lr_warmup_steps=4,
+        lr_decay_steps=20,
+        lr_decay_style="WSD",
+        start_wd=0.1,
+        end_wd=0.1,
+        wd_incr_steps=20,
+        wd_incr_style="constant",
+        wsd_decay_steps=10,
+        lr_wsd_decay_style="linear",
+    )
+    for step in range(20):
+        share = min((step + 1) / 5, 1.0, 0.1 + 0.9 * (20 - step) / 10)
+        assert [group["lr"] for group in groups] == pytest.approx([0.01 * share, 0.003 * share])
+        scheduler.step(1)

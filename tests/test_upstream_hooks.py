@@ -55,6 +55,7 @@ HOOKS: dict[str, set[str]] = {
     "megatron.core.dist_checkpointing.strategies.async_utils:AsyncCallsQueue._get_async_caller": {"self"},
     "megatron.core.dist_checkpointing.strategies.async_utils:AsyncCallsQueue.warmup_persistent_caller": {"rank"},
     "megatron.core.dist_checkpointing.strategies.async_utils:TemporalAsyncCaller.schedule_async_call": {"async_req"},
+    "megatron.core.optimizer_param_scheduler:OptimizerParamScheduler.get_lr": {"param_group"},
     "megatron.training.utils:get_blend_and_blend_per_split": {"args"},
     "megatron.core.tensor_parallel.random:model_parallel_cuda_manual_seed": {"seed", "force_reset_rng"},
     "megatron.training.arguments:parse_and_validate_args": {"extra_args_provider"},
