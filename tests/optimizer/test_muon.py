@@ -52,18 +52,23 @@ def step(trainer: Trainer, scale: float) -> float:
     return float(trainer.optimizer.step()[1])
 
 
+def start() -> dict[str, Tensor]:
+    """Without coefficients near zero: rows of a matrix that hardly have a gradient get an update of the usual size, and
+    with it rounding errors of theirs, and float32 could not be held against float64."""
+    state = random_state(EXO, SIZES)
+    return {name: p + 0.3 * p.sign() if "lambda_" in name else p for name, p in state.items()}
+
+
 def batches() -> Tensor:
     return torch.randint(SIZES.vocab_size, (STEPS, 4, 17), generator=torch.Generator().manual_seed(5))
 
 
-def _trained(layout: Layout, exo: ExoConfig, ways: Sequence[tuple[str, str]]) -> dict[tuple[str, str], Any]:
+def _trained(layout: Layout, ways: Sequence[tuple[str, str]]) -> dict[tuple[str, str], Any]:
     """(split, tp mode) → whole parameters after a few steps."""
     result = {}
     for split, mode in ways:
-        recipe = MuonRecipe(**{**vars(RECIPE), "split": split})
-        trainer = muon_trainer(
-            layout, exo, SIZES, random_state(exo, SIZES), recipe, muon_fp32_matmul_prec="highest", muon_tp_mode=mode
-        )
+        recipe = MuonRecipe(**(vars(RECIPE) | {"split": split}))
+        trainer = muon_trainer(layout, EXO, SIZES, start(), recipe, muon_fp32_matmul_prec="highest", muon_tp_mode=mode)
         for batch in batches():
             trainer.forward_backward(batch[:, :-1], batch[:, 1:])
             step(trainer, SCALE)
@@ -71,8 +76,10 @@ def _trained(layout: Layout, exo: ExoConfig, ways: Sequence[tuple[str, str]]) ->
     return result
 
 
-def _plain(exo: ExoConfig, split: str) -> dict[str, Tensor]:
-    model = PlainExoFormer(exo, SIZES).double()
+def _plain(split: str) -> dict[str, Tensor]:
+    model = PlainExoFormer(EXO, SIZES)
+    model.load_state_dict(start())
+    model.double()
     muon = PlainMuon(model, split, lambda update: RECIPE.momentum(update, 0.95))
     for batch in batches():
         model.zero_grad()
@@ -101,10 +108,9 @@ def _plain(exo: ExoConfig, split: str) -> dict[str, Tensor]:
 def test_updates_are_the_plain_ones_on_every_layout_and_in_every_split(layout: Layout) -> None:
     modes = ("duplicated", "distributed") if layout.tp == 4 else ("duplicated",)
     ways = [(split, mode) for mode in modes for split in SPLITS]
-    results = run_on_ranks(layout.world_size, _trained, layout, EXO, ways)
-    start = random_state(EXO, SIZES)
+    results = run_on_ranks(layout.world_size, _trained, layout, ways)
     for split in SPLITS:
-        plain = _plain(EXO, split)
+        plain = _plain(split)
         for mode in modes:
             trained = merge([result[split, mode] for result in results])
             assert trained.keys() == plain.keys()
@@ -116,7 +122,7 @@ def test_updates_are_the_plain_ones_on_every_layout_and_in_every_split(layout: L
                 is_decay = difference.gt(1e-5) & (difference - LR * 0.1 * expected.abs()).abs().lt(1e-5)
                 undecided += int(is_decay.sum())
                 assert difference[~is_decay].max() < 1e-5, (split, mode, name)
-                assert (found - start[name]).abs().max() > 1e-3, name
+                assert (found - start()[name]).abs().max() > 1e-3, name
             assert undecided <= 3
 
 
