@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from megatron_exo.config import ExoConfig
+from megatron_exo.errors import UserError
 from megatron_exo.optimizer.muon import register
 from megatron_exo.optimizer.recipe import MEGATRON_DEFAULTS, SPLITS, MuonRecipe
+from megatron_exo.shards import named_shards
 from megatron_exo.variants import VARIANTS
 from tests.golden_values import (
     MUON_KEYS,
@@ -23,7 +25,7 @@ from tests.golden_values import (
 )
 from tests.layouts import Layout, Trainer, merge
 from tests.plain_muon import PlainMuon, clip
-from tests.plain_reference import PlainExoFormer, PlainSizes, loss, random_state
+from tests.plain_reference import PlainExoFormer, PlainSizes, loss, parameter_shapes, random_state
 from tests.ranks import run_on_ranks
 
 SIZES = PlainSizes(num_attention_heads=8, num_query_groups=4, kv_channels=8)
@@ -155,3 +157,53 @@ def test_forty_muon_steps_follow_the_authors_curve(layout: Layout) -> None:
                 differences = (torch.tensor(curve[quantity]) - torch.tensor(theirs)).abs()
                 # The author orthogonalises in bfloat16. A wrong table of coefficients is off by 3e-3 and more.
                 assert differences.max() < 2e-3, (key, precision, quantity)
+
+
+def _groups_and_state() -> dict[str, Any]:
+    trainer = muon_trainer(Layout(), EXO, SIZES, start(), RECIPE)
+    batch = batches()[0]
+    trainer.forward_backward(batch[:, :-1], batch[:, 1:])
+    step(trainer, SCALE)
+    names = {id(p): name for name, p in named_shards(trainer.chunks)}
+    muon, adam = (each.optimizer for each in trainer.optimizer.chained_optimizers)
+    saved = muon.state_dict()
+    fields = ("max_lr", "min_lr", "wd_mult")
+    facts = {
+        "rates": [tuple(group[field] for field in fields) for each in (muon, adam) for group in each.param_groups],
+        "of adam": sorted(names[id(p)] for group in adam.param_groups for p in group["params"]),
+        "of muon": {
+            names[id(p)]: [tuple(each.shape) for each in state["second_moment"]] for p, state in muon.state.items()
+        },
+        "saved shapes": all(
+            saved["state"][index]["second_moment"].shape == p.shape
+            for index, p in enumerate(muon.param_groups[0]["params"])
+        ),
+    }
+    before = {id(p): [each.clone() for each in state["second_moment"]] for p, state in muon.state.items()}
+    muon.load_state_dict(saved)
+    facts["come back"] = all(
+        torch.equal(each, old)
+        for p, state in muon.state.items()
+        for each, old in zip(state["second_moment"], before[id(p)], strict=True)
+    )
+    saved["param_groups"][0]["split"] = "per-head"
+    try:
+        muon.load_state_dict(saved)
+    except UserError as error:
+        facts["another split"] = str(error)
+    return facts
+
+
+def test_muon_has_the_matrices_of_layers_and_adam_the_rest_without_decay() -> None:
+    (facts,) = run_on_ranks(1, _groups_and_state)
+    assert facts["rates"] == [(0.01, 0.0, 1.0), (0.003, 0.0, 0.0)]
+    shapes = parameter_shapes(EXO, SIZES)
+    matrices = {name for name, shape in shapes.items() if name.startswith("decoder") and len(shape) == 2}
+    assert set(facts["of muon"]) == matrices
+    assert facts["of adam"] == sorted(shapes.keys() - matrices)
+    # One number for each row, or for each column of a matrix that is wider than high; whole in a checkpoint.
+    assert facts["of muon"]["decoder.layers.0.self_attention.linear_qkv.weight"] == [(192, 1)]
+    assert facts["of muon"]["decoder.layers.0.mlp.linear_fc2.weight"] == [(1, 64)]
+    assert facts["saved shapes"]
+    assert facts["come back"]
+    assert "pass --exo-muon-split per-head, or --no-load-optim" in facts["another split"]
