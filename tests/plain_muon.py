@@ -71,14 +71,14 @@ class PlainMuon:
         self.updates += 1
 
     def update(self, key: str, smoothed: Tensor) -> Tensor:
-        """Orthogonalised, evened out over rows or columns, and scaled."""
+        """Orthogonalised, scaled, and evened out over rows or columns."""
         rows, columns = smoothed.shape
-        direction = orthogonalised(smoothed)
+        direction = orthogonalised(smoothed) * max(1, rows / columns) ** 0.5
         energy = direction.square().mean(1 if rows >= columns else 0, keepdim=True)
         before = self.second_moments.get(key, torch.zeros_like(energy))
         self.second_moments[key] = self.beta2 * before + (1 - self.beta2) * energy
         even = direction / self.second_moments[key].clamp_min(1e-10).sqrt()
-        return even * (direction.norm() / even.norm().clamp_min(1e-10)) * max(1, rows / columns) ** 0.5
+        return even * (direction.norm() / even.norm().clamp_min(1e-10))
 
     def rows_of_matrices(self, name: str, num_rows: int) -> list[list[int]]:
         """The row numbers of every matrix in a parameter."""
