@@ -19,6 +19,7 @@ class Scheduler(OptimizerParamScheduler):
     """
 
     init_lr: float
+    max_lr: float
 
     def get_lr(self, param_group: dict[str, Any]) -> float:
         init_lr = self.init_lr

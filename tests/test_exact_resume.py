@@ -22,6 +22,12 @@ SAME_LAYOUT = {
     "tp2 sp": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
     "pp2": (2, "--pipeline-model-parallel-size 2"),
     "bf16": (1, "--bf16"),
+    # The momentum of each of the eight updates is another.
+    "muon tp2": (2, "--optimizer muon --exo-muon-split per-component --tensor-model-parallel-size 2"),
+    "muon dp2": (
+        2,
+        "--optimizer muon --bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+    ),
 }
 
 
