@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +24,7 @@ from tests.ranks import run_on_ranks
 from tests.text_run import TextRun, train_on_text
 from tools import convert_to_hf, evaluate
 
+ROOT = Path(__file__).parents[1]
 CONTEXT = 128
 LAYOUTS = {
     "tp2 dp2": (4, "--tensor-model-parallel-size 2"),
@@ -303,6 +306,15 @@ def test_wrong_requests_are_refused_in_one_line(case: Case, tmp_path: Path) -> N
     assert "there is no " in refused(case.exported, "--data", tmp_path / "nothing")
     assert "--bf16" in refused(case.run.checkpoints, "--data", case.run.data, "--dtype", "bfloat16")
     assert "leave it out" in refused(case.exported, "--data", case.run.data, "--tensor-model-parallel-size", "2")
+
+
+def test_what_is_not_installed_is_one_line(case: Case) -> None:
+    program = f"import sys; sys.modules['lm_eval'] = None; sys.path.insert(0, {str(ROOT)!r})\n"
+    program += "from tools.evaluate import main; main()"
+    arguments = [sys.executable, "-c", program, case.exported, "--tasks", "paper"]
+    outcome = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    assert outcome.returncode == 1
+    assert "evaluation needs the extra eval" in one_line(outcome.stderr.splitlines()[-1] + "\n")
 
 
 def test_data_of_another_tokenizer_is_refused(case: Case, tmp_path: Path) -> None:
