@@ -108,7 +108,14 @@ def _misfits(args: Namespace, exo: ExoConfig) -> Iterator[str]:
 
 
 def _schedule_problems(args: Namespace) -> Iterator[str]:
-    """What Megatron's scheduler would assert after the model is built."""
+    """What Megatron's scheduler would assert after the model is built, or ignore."""
+    if args.rampup_batch_size is not None:
+        yield (
+            "Megatron ignores --rampup-batch-size; pass --step-batch-size-schedule 'TOKENS:BATCH TOKENS:BATCH …', such "
+            "as '0:32 1B:64 4B:128', in place of it and of --global-batch-size"
+        )
+    if args.step_batch_size_schedule is not None and args.train_iters:
+        yield "--step-batch-size-schedule with --train-iters; pass the length as --train-tokens or --train-samples"
     if args.skip_train or not (args.train_iters or args.train_samples):
         return
     unit = "iters" if args.train_iters else "samples"
@@ -165,10 +172,10 @@ def _optimizer_problems(args: Namespace) -> Iterator[str]:
             f"--muon-num-ns-steps {args.muon_num_ns_steps} does not fit the coefficients of the paper's recipe, which "
             f"are for {len(muon.POLAR_EXPRESS)}; leave it out, or pass --muon-coefficient-type polar_express, too"
         )
-    if args.train_samples and args.rampup_batch_size is not None and args.exo_muon_momentum_cooldown != 0:
+    if args.step_batch_size_schedule is not None and args.exo_muon_momentum_cooldown != 0:
         yield (
-            "the momentum falls over the last updates, and how many there are is not known with --rampup-batch-size; "
-            "pass --exo-muon-momentum-cooldown 0"
+            "the momentum falls over the last updates, and how many there are is not known with "
+            "--step-batch-size-schedule; pass --exo-muon-momentum-cooldown 0"
         )
 
 

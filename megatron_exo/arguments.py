@@ -268,6 +268,8 @@ def _defaults_of_preset(chosen: Namespace, sizes: Mapping[str, Any]) -> dict[str
             raise ExoConfigError(f"{option(name)} is about the sizes of a preset; pass --preset, or leave it out")
     if chosen.train_tokens is None:
         return {}
+    if {"step_batch_size_schedule", "seq_length"} <= sizes.keys():
+        return {"train_samples": presets.steps_for(chosen.train_tokens, 1, sizes["seq_length"])}
     if not {"global_batch_size", "seq_length"} <= sizes.keys():
         raise ExoConfigError("--train-tokens needs --global-batch-size and --seq-length, or --preset; pass them")
     return {"train_iters": presets.steps_for(chosen.train_tokens, sizes["global_batch_size"], sizes["seq_length"])}

@@ -96,6 +96,16 @@ COMMAND_LINES: list[tuple[str, int, str]] = [
         1,
         "warmup-iters 4 is not shorter than the schedule of 4 iters; pass",
     ),
+    (
+        f"{MODEL} {RUN} {MOCK_DATA} --rampup-batch-size 2 2 24",
+        1,
+        "Megatron ignores --rampup-batch-size; pass --step-batch-size-schedule 'TOKENS:BATCH",
+    ),
+    (
+        f"{MODEL} {RUN.replace('--global-batch-size 8', '')} {MOCK_DATA} --step-batch-size-schedule 0:2",
+        1,
+        "--step-batch-size-schedule with --train-iters; pass the length as --train-tokens or --train-samples",
+    ),
     (f"{MODEL} {RUN} {MOCK_DATA} --min-lr 1e-2", 1, "--lr 0.001 is below --min-lr 0.01, .* pass a smaller --min-lr"),
     (
         f"{MODEL} {RUN} {MOCK_DATA} --lr-decay-style WSD",

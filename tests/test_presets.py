@@ -271,6 +271,13 @@ def test_a_length_in_samples_makes_the_schedule_one_in_samples() -> None:
     assert changed("450M", train_samples=1000 * 64, global_batch_size=64)["lr_warmup_samples"] == 25 * 64
 
 
+def test_a_growing_batch_makes_the_schedule_one_in_samples_of_as_many_tokens() -> None:
+    growing = changed("450M", step_batch_size_schedule="0:32 1B:128")
+    assert growing["train_samples"] == growing["lr_decay_samples"] == 4_882_813  # 10B tokens of 2,048 a sample
+    assert (growing["global_batch_size"], growing["train_iters"]) == (None, None)
+    assert growing["lr_warmup_samples"] == 999 * 128
+
+
 def test_another_rate_still_ends_at_its_tenth() -> None:
     assert changed("450M", lr=1e-3) == {"min_lr": pytest.approx(1e-4), "lr_warmup_init": pytest.approx(1e-6)}
 

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from megatron_exo.checkpoints import reading
-from megatron_exo.checkpoints.inspection import compare
 from megatron_exo.checkpoints.integrity import MANIFEST
 from megatron_exo.checkpoints.reading import TRACKER, CheckpointError, read_index, read_saved_arguments
 from megatron_exo.config import ExoConfig
@@ -176,21 +175,6 @@ def test_a_run_that_has_not_begun_to_decay_is_extended_as_if_planned_so(args: Na
     assert not is_extension(Namespace(**vars(args) | flat | {"lr_wsd_decay_iters": 3}), longer)  # it is decaying
     assert not is_extension(Namespace(**vars(args) | flat | {"lr": 2e-3}), longer)
     assert not is_extension(args, Namespace(**vars(args) | {"train_iters": 8, "lr_decay_iters": 8}))  # linear
-
-
-@pytest.mark.slow
-def test_an_extended_run_is_the_longer_one_to_the_bit(tmp_path: Path) -> None:
-    def words(length: int) -> list[str]:
-        shape = f"--train-iters {length} --lr-decay-iters {length} --lr-wsd-decay-iters 2 --lr-warmup-iters 1"
-        return f"{shape} --lr-decay-style WSD --lr-wsd-decay-style linear".split()
-
-    assert pretrain(tmp_path / "planned", *words(8)).status == 0
-    assert pretrain(tmp_path / "extended", *words(4), "--exit-interval", "2").status == 0
-    outcome = pretrain(tmp_path / "extended", *words(8))
-    assert outcome.status == 0, outcome.err
-    assert "was planned for 32 samples, now 64" in outcome.out
-    difference = compare(tmp_path / "planned" / "iter_0000008", tmp_path / "extended" / "iter_0000008")
-    assert (difference.values, difference.reshaped, difference.objects) == ([], {}, [])
 
 
 def test_a_folder_without_checkpoints_is_a_first_start_unless_one_is_demanded(args: Namespace, tmp_path: Path) -> None:

@@ -114,6 +114,7 @@ ADJUSTABLE = (
     "ffn_hidden_size",
     "seq_length",
     "global_batch_size",
+    "step_batch_size_schedule",
 )
 """Arguments of Megatron that other values of a preset follow; see :func:`resolve`."""
 
@@ -222,16 +223,21 @@ def _widths(preset: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str
 
 
 def _schedule(preset: Preset, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The learning rate and the rhythm of a run, in iterations, or in samples where its length is given in samples.
+    """The learning rate and the rhythm of a run, in iterations.
+
+    In samples where its length is given in samples or its batch grows, with warm-up and intervals in batches of the
+    preset.
 
     A shorter run warms up for the same share of its iterations, a longer one for as many as the preset. It evaluates
     four times, saves at its end and logs ten times, or more often where the preset does.
     """
     own = preset.arguments
     batch, seq_length = (overrides.get(name, own[name]) for name in ("global_batch_size", "seq_length"))
-    in_samples = "train_samples" in overrides
+    grows = "step_batch_size_schedule" in overrides
+    in_samples = grows or "train_samples" in overrides
+    samples = overrides.get("train_samples") or steps_for(overrides.get("train_tokens", preset.tokens), 1, seq_length)
     if in_samples:
-        iters = max(1, overrides["train_samples"] // batch)
+        iters = max(1, samples // batch)
     elif "train_iters" in overrides:
         iters = overrides["train_iters"]
     else:
@@ -244,7 +250,9 @@ def _schedule(preset: Preset, overrides: Mapping[str, Any]) -> dict[str, Any]:
     if in_samples:
         decay = schedule["lr_wsd_decay_iters"]
         schedule |= {"train_iters": None, "lr_warmup_iters": 0, "lr_decay_iters": None, "lr_wsd_decay_iters": None}
-        schedule |= {"train_samples": overrides["train_samples"], "lr_decay_samples": overrides["train_samples"]}
+        schedule |= {"train_samples": samples, "lr_decay_samples": samples}
         schedule |= {"lr_warmup_samples": max(0, warmup - 1) * batch, "lr_wsd_decay_samples": decay * batch}
+    if grows:
+        schedule["global_batch_size"] = None  # Megatron wants one of the two
     shortest = {"eval_interval": iters // 4, "save_interval": iters, "log_interval": iters // 10}
     return schedule | {interval: max(1, min(own[interval], most)) for interval, most in shortest.items()}
