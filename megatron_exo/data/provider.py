@@ -27,7 +27,7 @@ def check_data_arguments(args: Namespace, tokenizer: Any) -> None:
         DatasetError: nothing to train on, a missing or damaged dataset, one made with another tokenizer, one with too
             few documents for its ``--split``, or validation sets that are no whole set.
     """
-    if args.exo_documents != "joined" and tokenizer.eod is None:
+    if args.exo_documents != "joined" and tokenizer.eod in (None, -1):
         raise DatasetError(
             f"--exo-documents {args.exo_documents} needs a token that separates documents, and the tokenizer names no "
             "end of text; pass another tokenizer, or --exo-documents joined"
