@@ -11,6 +11,7 @@ from pathlib import Path
 from megatron_exo import platform, presets
 from megatron_exo.arguments import exo_config_from_args, option
 from megatron_exo.config import ExoConfig, ExoConfigError
+from megatron_exo.optimizer import recipe as muon
 
 
 def check_arguments(args: Namespace) -> None:
@@ -26,6 +27,7 @@ def check_arguments(args: Namespace) -> None:
         _tokenizer_problems(args),
         _misfits(args, exo),
         _schedule_problems(args),
+        _optimizer_problems(args),
         _checkpoint_problems(args),
     )
     for problem in chain(*problems, _layout_problems(args)):
@@ -133,6 +135,53 @@ def _schedule_problems(args: Namespace) -> Iterator[str]:
         yield f"--lr {args.lr:g} is below --min-lr {args.min_lr:g}, which the schedule ends at; pass a smaller --min-lr"
     if args.lr_decay_style == "WSD" and getattr(args, f"lr_wsd_decay_{unit}") is None:
         yield f"--lr-decay-style WSD without --lr-wsd-decay-{unit}; pass the length of its last part"
+
+
+def _optimizer_problems(args: Namespace) -> Iterator[str]:
+    """What Muon cannot do, or what would be ignored."""
+    if args.optimizer in ("dist_muon", "adaptive_muon"):
+        yield (
+            f"--optimizer {args.optimizer} is not supported; pass --optimizer muon, which has a row or column second "
+            "moment, and --use-distributed-optimizer to share its state among data-parallel ranks"
+        )
+    if args.optimizer != "muon":
+        for name in muon.ARGUMENTS:
+            if getattr(args, name) is not None:
+                yield f"{option(name)} belongs to --optimizer muon, not to {args.optimizer}; leave one of them out"
+        return
+    if find_spec("emerging_optimizers") is None:
+        yield "--optimizer muon needs the package emerging-optimizers; bash tools/setup_env.sh muon installs it"
+    if args.fp16:
+        yield "--optimizer muon has no loss scaling for --fp16; use --bf16"
+    if args.use_distributed_optimizer and not args.bf16:
+        yield "--use-distributed-optimizer shares the state of --optimizer muon only with --bf16; add that"
+    for name, instead in (
+        ("decoupled_lr", "--exo-adam-lr is the rate of the embedding, the head and all that is no matrix"),
+        ("apply_wd_to_qk_layernorm", "what AdamW has is not decayed"),
+        ("overlap_param_gather_with_optimizer_step", "use --overlap-param-gather"),
+        ("use_precision_aware_optimizer", "main weights and state are float32"),
+        ("use_mup", "--muon-scale-mode scales matrices"),
+    ):
+        if getattr(args, name):
+            yield f"{option(name)} does not go with --optimizer muon: {instead}; leave it out"
+    if not args.use_layer_wise_param_layout:
+        yield "--no-use-layer-wise-param-layout does not go with --optimizer muon here; leave it out"
+    if args.num_distributed_optimizer_instances > 1:
+        yield "--num-distributed-optimizer-instances does not go with --optimizer muon; leave it out"
+    if args.muon_scalar_optimizer != "adam":
+        yield f"--muon-scalar-optimizer {args.muon_scalar_optimizer} is not supported; leave it out, AdamW is used"
+    if not args.muon_split_qkv and args.exo_muon_split not in (None, "fused"):
+        yield f"--muon-no-split-qkv contradicts --exo-muon-split {args.exo_muon_split}; leave one of them out"
+    if args.muon_coefficient_type == muon.COEFFICIENTS and args.muon_num_ns_steps != len(muon.POLAR_EXPRESS):
+        yield (
+            f"--muon-num-ns-steps {args.muon_num_ns_steps} does not fit the coefficients of the paper's recipe, which "
+            f"are for {len(muon.POLAR_EXPRESS)}; leave it out, or pass --muon-coefficient-type polar_express, too"
+        )
+    if args.train_samples and args.rampup_batch_size is not None and args.exo_muon_momentum_cooldown != 0:
+        yield (
+            "the momentum falls over the last updates, and how many there are is not known with --rampup-batch-size; "
+            "pass --exo-muon-momentum-cooldown 0"
+        )
 
 
 def _checkpoint_problems(args: Namespace) -> Iterator[str]:

@@ -31,6 +31,7 @@ from megatron_exo.errors import leave
 from megatron_exo.model.config import WIRES
 from megatron_exo.model.documents import DOCUMENTS
 from megatron_exo.model.initialization import RECIPES
+from megatron_exo.optimizer import recipe as muon
 from megatron_exo.presets.matching import RULES
 from megatron_exo.same_run import KINDS
 from megatron_exo.variants import VARIANTS, get_variant
@@ -221,6 +222,7 @@ def add_exo_arguments(parser: ArgumentParser) -> ArgumentParser:
         help="print the plan of the run and what is missing for it here; build, read and start nothing",
     )
 
+    _add_muon_arguments(parser, group)
     parser.error = partial(_one_line_error, parser)  # type: ignore[method-assign]
     parser.set_defaults(**megatron_defaults())
     if {"-h", "--help"} & set(sys.argv):
@@ -229,6 +231,9 @@ def add_exo_arguments(parser: ArgumentParser) -> ArgumentParser:
     chosen, sizes = _early_arguments(parser, group, words)
     if "yaml_cfg" in sizes:
         raise ExoConfigError("--yaml-cfg replaces the command line and with it ExoFormer's arguments; pass arguments")
+    if sizes.pop("optimizer", None) == "muon":
+        parser.set_defaults(**muon.RATES)
+        sizes.setdefault("lr", muon.RATES["lr"])
     parser.set_defaults(**_defaults_of_preset(chosen, sizes))
     return parser
 
@@ -285,6 +290,28 @@ def token_count(text: str) -> int:
     return int(number)
 
 
+def _add_muon_arguments(parser: ArgumentParser, group: Any) -> None:
+    """What ``--optimizer muon`` takes beside Megatron's ``--muon-…``; see docs/optimizers.md."""
+    defaults = muon.MuonRecipe()
+    for name, kind, text in (
+        ("exo_muon_split", muon.SPLITS, "what of a packed projection is one matrix: all of it, as in the paper, the "
+         f"rows of each component, or those of each head (default: {defaults.split})"),
+        ("exo_muon_momentum_start", float, f"momentum of the first and last update (default: "
+         f"{defaults.momentum_start}); --muon-momentum is that in between"),
+        ("exo_muon_momentum_warmup", int, f"updates in which it rises (default: {defaults.momentum_warmup})"),
+        ("exo_muon_momentum_cooldown", int, "last updates, in which it falls (default: "
+         f"{defaults.momentum_cooldown})"),
+        ("exo_muon_beta2", float, f"decay of the row or column second moment (default: {defaults.beta2})"),
+        ("exo_adam_lr", float, "highest learning rate of what Muon leaves to AdamW: embedding, head, norms, biases and "
+         f"coefficients; it follows the schedule of --lr, which is Muon's (default: {defaults.adam_lr})"),
+    ):  # fmt: skip
+        values: dict[str, Any] = {"type": kind} if isinstance(kind, type) else {"choices": kind}
+        group.add_argument(option(name), default=None, help=f"with --optimizer muon: {text}", **values)
+    for action in parser._actions:
+        if action.dest == "muon_fp32_matmul_prec":
+            action.choices = ("medium", "high", "highest")  # torch's names; Megatron's "low" is none of them
+
+
 def _repair_help(parser: ArgumentParser) -> None:
     """Escape the percent signs that Megatron forgot to: a single one makes ``--help`` fail."""
     formatter = parser._get_formatter()
@@ -310,13 +337,14 @@ def _early_arguments(parser: ArgumentParser, group: Any, words: Sequence[str]) -
     """Parse what defaults depend on alone, before Megatron's parser sees the command line.
 
     Returns:
-        The arguments of ``group``, and those of :data:`presets.ADJUSTABLE` (and ``--yaml-cfg``) that are given.
+        The arguments of ``group``, and those of :data:`presets.ADJUSTABLE` (and ``--optimizer``, ``--yaml-cfg``) that
+        are given.
     """
     early = ArgumentParser(add_help=False, allow_abbrev=False)
     early.error = parser.error  # type: ignore[method-assign]
     ours = {action.dest for action in group._group_actions}
     for action in parser._actions:
-        if action.dest in {*ours, *presets.ADJUSTABLE, "yaml_cfg"}:
+        if action.dest in {*ours, *presets.ADJUSTABLE, "optimizer", "yaml_cfg"}:
             kept: dict[str, Any] = {name: getattr(action, name) for name in ("dest", "type", "choices", "nargs")}
             if action.nargs == 0:  # a flag
                 kept = {"dest": action.dest, "action": "store_const", "const": action.const}
@@ -351,6 +379,7 @@ def megatron_defaults() -> dict[str, object]:
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "adam_beta2": 0.95,
+        **muon.MEGATRON_DEFAULTS,
     }
     # Causal attention needs no mask from the loader; checkpoints can be read at any layout.
     habits: dict[str, object] = {

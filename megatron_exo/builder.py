@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from argparse import Namespace
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.pipeline_parallel.utils import (
     is_pp_first_stage,
     is_pp_last_stage,
@@ -16,6 +17,7 @@ from megatron.core.pipeline_parallel.utils import (
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.argument_utils import core_transformer_config_from_args, gpt_config_from_args
 from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
+from megatron.training.training import resolve_ddp_bucket_size, wrap_model_chunks_with_ddp
 from megatron.training.vocab_utils import calculate_padded_vocab_size
 
 from megatron_exo.config import ExoConfig, ExoConfigError
@@ -38,6 +40,8 @@ class ExoModelConfig(GPTModelConfig):
     init_recipe: str = "paper"
     """How matrices start: one of :data:`megatron_exo.model.initialization.RECIPES`."""
     init_seed: int = 1234
+    layer_wise_optimizer: bool = False
+    """Whether data-parallel ranks share the optimizer of matrices by whole matrices, each of which one rank updates."""
 
 
 class ExoModelBuilder(GPTModelBuilder):
@@ -90,6 +94,42 @@ class ExoModelBuilder(GPTModelBuilder):
             initialize_weights(model, config.init_recipe, config.init_seed, config.true_vocab_size)
         return model
 
+    def build_distributed_models(
+        self,
+        pg_collection: ProcessGroupCollection,
+        ddp_config: DistributedDataParallelConfig | None = None,
+        *args: Any,
+        wrap_with_ddp: bool = True,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """The chunks of this rank, wrapped.
+
+        For a layer-wise optimizer the gradient buffers must be cut between matrices, which of Megatron's two ways to
+        wrap chunks only the other one, for a model without a configuration, can do: it is called here.
+        """
+        config: ExoModelConfig = self._model_config
+        if not (wrap_with_ddp and config.layer_wise_optimizer):
+            return super().build_distributed_models(
+                pg_collection, ddp_config, *args, wrap_with_ddp=wrap_with_ddp, **kwargs
+            )
+        assert ddp_config is not None, "a wrapped model needs a ddp_config"
+        chunks = super().build_distributed_models(pg_collection, ddp_config, *args, wrap_with_ddp=False, **kwargs)
+        count = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
+        size = resolve_ddp_bucket_size(ddp_config, pg_collection.dp_cp, ddp_config.overlap_grad_reduce, count)
+        ddp_config.bucket_size = size
+        is_first = [
+            number == 0 for number in range(len(chunks))
+        ]  # others are reduced as one bucket, as are later stages
+        return wrap_model_chunks_with_ddp(
+            chunks,
+            config.transformer,
+            ddp_config,
+            use_layer_wise_distributed_optimizer=True,
+            pg_collection=pg_collection,
+            bucket_sizes=[size if first and pg_collection.pp.rank() == 0 else None for first in is_first],
+            disable_bucketing_per_chunk=[not first for first in is_first],
+        )
+
 
 def model_config_from_args(args: Namespace, exo: ExoConfig, vocab_size: int) -> ExoModelConfig:
     """The model of a parsed command line.
@@ -118,4 +158,5 @@ def model_config_from_args(args: Namespace, exo: ExoConfig, vocab_size: int) -> 
     config: ExoModelConfig = gpt_config_from_args(args, config=transformer, model_config_cls=ExoModelConfig)
     config.true_vocab_size = vocab_size
     config.init_recipe, config.init_seed = args.exo_init, args.seed
+    config.layer_wise_optimizer = args.use_layer_wise_distributed_optimizer
     return config

@@ -38,7 +38,7 @@ def _run() -> None:
     from megatron.training import pretrain
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
-    from megatron_exo import console, replay
+    from megatron_exo import console, replay, schedule
     from megatron_exo.checkpoints.failed_saves import last_one_checked
     from megatron_exo.data.full_validation import full_validation_datasets_provider
     from megatron_exo.data.provider import check_data_arguments, train_valid_test_datasets_provider
@@ -46,6 +46,8 @@ def _run() -> None:
     from megatron_exo.forward_step import forward_step
     from megatron_exo.inference import pipeline_keywords
     from megatron_exo.nonfinite import batch_saved_when_not_finite
+    from megatron_exo.optimizer.muon import register
+    from megatron_exo.optimizer.recipe import recipe_from_args
     from megatron_exo.plan import format_plan
     from megatron_exo.roll_call import Place, check_shared, format_places, gather_places
     from megatron_exo.startup import check_storage, connect, device_name, preview, training_plan, understand
@@ -63,6 +65,9 @@ def _run() -> None:
         if args.rank == 0:
             out.say(format_plan(training_plan(start)))
         _count_operations_as_planned(start)
+        schedule.use_in_training()
+        if start.args.optimizer == "muon" and not start.args.skip_train:
+            register(recipe_from_args(start.args))
         datasets_provider: Any = train_valid_test_datasets_provider
         if start.args.full_validation:  # from here on our datasets' matter, and hidden from Megatron
             datasets_provider, start.args.full_validation = full_validation_datasets_provider, False

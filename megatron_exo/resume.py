@@ -24,6 +24,7 @@ from megatron_exo.checkpoints.reading import (
 )
 from megatron_exo.config import ExoConfig
 from megatron_exo.same_run import KINDS, changes, starts_anew
+from megatron_exo.schedule import is_extension, schedule_of
 from megatron_exo.variants import name_of
 
 _SHAPES = (
@@ -76,7 +77,7 @@ def check_load(args: Namespace, exo: ExoConfig) -> None:
         earlier = _offer(folder.parent, args, before=folder)
         raise CheckpointError(f"{error}; copy it again, or {earlier}") from error
     try:
-        differences, before = list(_model_differences(saved, args, exo)), _schedule(saved)
+        differences, before = list(_model_differences(saved, args, exo)), schedule_of(saved)
     except (AttributeError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"checkpoint {folder} does not say what model and schedule it is of ({error}); pass another iteration"
@@ -89,7 +90,15 @@ def check_load(args: Namespace, exo: ExoConfig) -> None:
     if os.environ.get("RANK", "0") == "0":
         _check_same_run(folder, saved, args)
     has_decided = args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler
-    if starts_anew(args) or has_decided or (schedule := _schedule(args)) == before:
+    if starts_anew(args) or has_decided or (schedule := schedule_of(args)) == before:
+        return
+    if is_extension(saved, args):
+        args.override_opt_param_scheduler = True
+        lengths = before["train samples"], schedule["train samples"]
+        console.say(
+            f"{folder} was planned for {lengths[0]:,} samples, now {lengths[1]:,}: its learning rates so far are those "
+            "of the new plan"
+        )
         return
     changes = [f"{name} {before[name]}, not {ours}" for name, ours in schedule.items() if before[name] != ours]
     raise CheckpointError(
@@ -220,22 +229,3 @@ def _model_differences(saved: Namespace, args: Namespace, exo: ExoConfig) -> Ite
 
 def _query_groups(args: Namespace) -> int:
     return args.num_query_groups if args.group_query_attention else args.num_attention_heads
-
-
-def _schedule(args: Namespace) -> dict[str, Any]:
-    """What Megatron's scheduler compares with a checkpoint's, in its unit: samples."""
-    unit, batch = ("samples", 1) if args.train_samples else ("iters", args.global_batch_size)
-    length = getattr(args, f"train_{unit}") * batch
-    decay = (getattr(args, f"lr_decay_{unit}") or 0) * batch or length
-    warmup = getattr(args, f"lr_warmup_{unit}") * batch
-    if args.lr_warmup_fraction is not None:
-        warmup = args.lr_warmup_fraction * decay
-    return {
-        "lr": args.lr,
-        "min_lr": args.min_lr,
-        "lr_decay_style": args.lr_decay_style,
-        "warm-up samples": warmup,
-        "decay samples": decay,
-        "weight_decay": args.weight_decay,
-        "train samples": length,
-    }

@@ -32,6 +32,7 @@ from megatron_exo.arguments import add_exo_arguments, exo_config_from_args
 from megatron_exo.builder import ExoModelConfig, model_config_from_args
 from megatron_exo.config import ExoConfig
 from megatron_exo.errors import UserError
+from megatron_exo.optimizer.recipe import recipe_from_args
 from megatron_exo.plan import Layout, Plan
 from megatron_exo.presets import GPT2_VOCAB_SIZE
 from megatron_exo.presets.matching import Matching
@@ -229,13 +230,19 @@ def training_plan(start: Start) -> Plan:
         global_batch_size=args.global_batch_size,
         micro_batch_size=args.micro_batch_size,
         train_iters=0 if args.skip_train else args.train_iters or args.train_samples // args.global_batch_size,
-        optimizer="none" if args.skip_train else f"{args.optimizer}, lr {args.lr:g}, {args.lr_decay_style}",
+        optimizer="none" if args.skip_train else _describe_optimizer(args),
         device=f"{device_name()} ({args.distributed_backend})",
         precision="bf16, fp32 masters" if args.bf16 else "fp16, fp32 masters" if args.fp16 else "fp32",
         transformer_impl=args.transformer_impl,
         matching=reference_of(args, start.vocab_size),
+        documents=args.exo_documents,
         train_tokens=args.train_tokens,
     )
+
+
+def _describe_optimizer(args: Namespace) -> str:
+    rest = f" (adam {recipe_from_args(args).adam_lr:g})" if args.optimizer == "muon" else ""
+    return f"{args.optimizer}, lr {args.lr:g}{rest}, {args.lr_decay_style}"
 
 
 def check_storage(args: Namespace, exo: ExoConfig, vocab_size: int) -> None:

@@ -23,8 +23,9 @@ def _names(folder: str) -> list[str]:
 VARIANT_NAMES = _names("variants")
 RELEASED_NAMES = _names("released_formats")
 CHECKPOINTS = sorted(GOLDEN.glob("*/*.ckpt.pt"))
-ADAMW_KEYS = sorted(
-    path.name.removesuffix(".init.ckpt.pt") for path in (GOLDEN / "training").glob("*.adamw.init.ckpt.pt")
+ADAMW_KEYS, MUON_KEYS = (
+    sorted(path.name.removesuffix(".init.ckpt.pt") for path in (GOLDEN / "training").glob(f"*.{kind}.init.ckpt.pt"))
+    for kind in ("adamw", "muon")
 )
 
 

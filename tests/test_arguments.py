@@ -105,13 +105,13 @@ def test_a_preset_follows_the_variant_on_the_command_line(parse: Any) -> None:
 def test_a_preset_follows_sizes_and_lengths_on_the_command_line(parse: Any) -> None:
     args = parse("--preset", "demo", "--hidden-size=256", "--train-iters", "100", "--lr-wsd-decay-iters", "30")
     assert (args.kv_channels, args.ffn_hidden_size) == (64, 512)
-    assert (args.train_iters, args.lr_decay_iters, args.lr_warmup_iters) == (100, 100, 10)
+    assert (args.train_iters, args.lr_decay_iters, args.lr_warmup_iters) == (100, 100, 9)
     assert args.lr_wsd_decay_iters == 30  # given, so it stays
 
 
 def test_a_preset_in_samples_is_what_megatron_takes_for_sample_based_training(parse: Any) -> None:
     args = parse("--preset", "demo", "--train-samples", 800)
-    assert (args.train_samples, args.lr_decay_samples, args.lr_warmup_samples) == (800, 800, 80)
+    assert (args.train_samples, args.lr_decay_samples, args.lr_warmup_samples) == (800, 800, 72)
     assert (args.train_iters, args.lr_decay_iters, args.lr_warmup_iters) == (None, None, 0)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,14 +15,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
 from megatron_exo.data.sidecar import Sidecar
+from megatron_exo.evaluation.perplexity import score_dataset
 from tests.programs import one_line, run_program
 from tests.ranks import run_on_ranks
 from tests.text_run import TextRun, train_on_text
 from tools import convert_to_hf, evaluate
 
+ROOT = Path(__file__).parents[1]
 CONTEXT = 128
 LAYOUTS = {
     "tp2 dp2": (4, "--tensor-model-parallel-size 2"),
@@ -304,6 +308,15 @@ def test_wrong_requests_are_refused_in_one_line(case: Case, tmp_path: Path) -> N
     assert "leave it out" in refused(case.exported, "--data", case.run.data, "--tensor-model-parallel-size", "2")
 
 
+def test_what_is_not_installed_is_one_line(case: Case) -> None:
+    program = f"import sys; sys.modules['lm_eval'] = None; sys.path.insert(0, {str(ROOT)!r})\n"
+    program += "from tools.evaluate import main; main()"
+    arguments = [sys.executable, "-c", program, case.exported, "--tasks", "paper"]
+    outcome = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    assert outcome.returncode == 1
+    assert "evaluation needs the extra eval" in one_line(outcome.stderr.splitlines()[-1] + "\n")
+
+
 def test_data_of_another_tokenizer_is_refused(case: Case, tmp_path: Path) -> None:
     for end in (".bin", ".idx"):
         shutil.copyfile(f"{case.run.data}{end}", tmp_path / f"other{end}")
@@ -312,3 +325,64 @@ def test_data_of_another_tokenizer_is_refused(case: Case, tmp_path: Path) -> Non
     (tmp_path / "other.json").write_text(json.dumps(sidecar))
     for model in (case.run.checkpoints, case.exported):
         assert "which is another one" in refused(model, "--data", tmp_path / "other")
+
+
+# -- how datasets are cut ---------------------------------------------------------------------------------------
+
+
+class LabelsAsLosses:
+    """Its loss of a label is the label itself, of padding a fortune, and it remembers what it was shown."""
+
+    path, vocab_size, longest = Path("labels"), 64, 5
+    replica, replicas, is_speaker = 0, None, False
+
+    def __init__(self, eod: int | None) -> None:
+        self.eod = eod
+        self.rows: list[list[int]] = []
+
+    def token_losses(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        self.rows += tokens.tolist()
+        return torch.where(labels == 0, 1e9, labels.float())
+
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def tokenizer(self) -> Any:
+        raise NotImplementedError
+
+    def check_dataset_tokenizer(self, prefix: str) -> None:
+        pass
+
+    def describe(self) -> dict[str, Any]:
+        return {}
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> str:
+    """Token 9 ends a document: two in the first sequence, one that is empty, one of more than a context."""
+    prefix = str(tmp_path / "data")
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    for sequence in ([1, 2, 9, 3, 9], [9], list(range(10, 22)) + [9]):
+        builder.add_document(torch.tensor(sequence), [len(sequence)])
+    builder.finalize(f"{prefix}.idx")
+    return prefix
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_documents_are_cut_at_their_ends_and_every_token_counts_once(dataset: str, batch_size: int) -> None:
+    model = LabelsAsLosses(eod=9)
+    score = score_dataset(model, dataset, batch_size=batch_size)
+    assert score.counts.tolist() == [3, 2, 1, 13]
+    assert score.losses.tolist() == [12, 12, 9, sum(range(10, 22)) + 9]
+    # The last window of the long document is full, and what it has seen before does not count again.
+    assert sorted(row for row in model.rows if len(row) == 5 and 0 not in row) == [
+        [9, 10, 11, 12, 13],
+        [14, 15, 16, 17, 18],
+        [17, 18, 19, 20, 21],
+    ]
+
+
+def test_without_a_token_that_ends_documents_their_first_tokens_are_not_predicted(dataset: str) -> None:
+    score = score_dataset(LabelsAsLosses(eod=None), dataset, batch_size=2)
+    assert score.counts.tolist() == [4, 0, 12]
+    assert score.losses.tolist() == [2 + 9 + 3 + 9, 0, sum(range(11, 22)) + 9]

@@ -26,6 +26,12 @@ SAME_LAYOUT = {
         "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --exo-documents masked",
     ),
     "bf16": (1, "--bf16"),
+    # The momentum of each of the eight updates is another.
+    "muon tp2": (2, "--optimizer muon --exo-muon-split per-component --tensor-model-parallel-size 2"),
+    "muon dp2": (
+        2,
+        "--optimizer muon --bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+    ),
 }
 
 

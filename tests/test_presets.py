@@ -215,7 +215,8 @@ def changed(preset: str, **overrides: object) -> dict[str, Any]:
 
 def test_a_shorter_run_keeps_the_shape_of_the_schedule() -> None:
     assert changed("450M", train_iters=1000) == {
-        "lr_warmup_iters": 26,  # the same 2.6% of the run
+        "lr_warmup_init": pytest.approx(3e-3 / 26),
+        "lr_warmup_iters": 25,  # 26 steps are the same 2.6% of the run
         "lr_decay_iters": 1000,
         "lr_wsd_decay_iters": 200,
         "eval_interval": 250,
@@ -265,18 +266,19 @@ def test_a_length_in_samples_makes_the_schedule_one_in_samples() -> None:
         "lr_warmup_iters": 0,
         "lr_decay_samples": 1000 * batch,
         "lr_wsd_decay_samples": 200 * batch,
-        "lr_warmup_samples": 26 * batch,
+        "lr_warmup_init": pytest.approx(3e-3 / 26),
+        "lr_warmup_samples": 25 * batch,
         "eval_interval": 250,
     }
-    assert changed("450M", train_samples=1000 * 64, global_batch_size=64)["lr_warmup_samples"] == 26 * 64
+    assert changed("450M", train_samples=1000 * 64, global_batch_size=64)["lr_warmup_samples"] == 25 * 64
 
 
 def test_another_rate_still_ends_at_its_tenth() -> None:
-    assert changed("450M", lr=1e-3) == {"min_lr": pytest.approx(1e-4)}
+    assert changed("450M", lr=1e-3) == {"min_lr": pytest.approx(1e-4), "lr_warmup_init": pytest.approx(1e-6)}
 
 
 def test_a_warm_up_given_as_a_fraction_replaces_the_one_in_iterations() -> None:
-    assert changed("450M", lr_warmup_fraction=0.01) == {"lr_warmup_iters": 0}
+    assert changed("450M", lr_warmup_fraction=0.01) == {"lr_warmup_iters": 0, "lr_warmup_init": 0.0}
 
 
 def test_another_width_keeps_the_proportions_of_heads_and_ffn() -> None:
@@ -321,11 +323,11 @@ def test_depths_are_matched_at_the_widths_of_the_run() -> None:
 
 
 def parse_and_schedule(presets: dict[str, dict[str, Any]]) -> dict[str, tuple[dict[str, Any], list[float]]]:
-    """On one rank: the values as the parser reads them, Megatron's and ours, and the rate after every iteration."""
-    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+    """On one rank: the values as the parser reads them, Megatron's and ours, and the rate of every step."""
     from megatron.training.arguments import add_megatron_arguments
 
     from megatron_exo.arguments import add_exo_arguments
+    from megatron_exo.schedule import learning_rate
 
     sys.argv = ["pretrain"]
     parser = add_exo_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
@@ -334,24 +336,8 @@ def parse_and_schedule(presets: dict[str, dict[str, Any]]) -> dict[str, tuple[di
     for preset, arguments in presets.items():
         words = [word for name, value in arguments.items() for word in (options[name], str(value))]
         args = parser.parse_args(words)
-        scheduler = OptimizerParamScheduler(
-            SimpleNamespace(param_groups=[]),
-            init_lr=0.0,
-            max_lr=args.lr,
-            min_lr=args.min_lr,
-            lr_warmup_steps=args.lr_warmup_iters,
-            lr_decay_steps=args.lr_decay_iters,
-            lr_decay_style=args.lr_decay_style,
-            start_wd=0.0,
-            end_wd=0.0,
-            wd_incr_steps=args.train_iters,
-            wd_incr_style="constant",
-            wsd_decay_steps=args.lr_wsd_decay_iters,
-            lr_wsd_decay_style=args.lr_wsd_decay_style,
-        )
-        rates = []
-        for scheduler.num_steps in range(args.train_iters + 1):
-            rates.append(scheduler.get_lr({}) / args.lr)
+        rate, batch = learning_rate(args), args.global_batch_size
+        rates = [rate(step * batch) / args.lr for step in range(args.train_iters)]
         results[preset] = ({name: getattr(args, name) for name in arguments}, rates)
     return results
 
@@ -371,12 +357,37 @@ def test_the_parser_reads_every_value_as_it_is(
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_the_rate_is_flat_until_the_last_20_percent_and_ends_at_a_tenth(
+def test_the_rate_warms_up_from_the_first_step_is_flat_and_decays_over_the_last_fifth(
     preset: str, in_megatron: dict[str, tuple[dict[str, Any], list[float]]]
 ) -> None:
+    """The author's rule for every step."""
     arguments, rates = in_megatron[preset]
-    iters, warmup = arguments["train_iters"], arguments["lr_warmup_iters"]
-    assert (rates[warmup // 2], rates[warmup]) == (pytest.approx(0.5), pytest.approx(1.0))
-    assert set(rates[warmup + 1 : int(0.8 * iters)]) == {1.0}
-    assert rates[int(0.9 * iters)] == pytest.approx(0.55, abs=1 / arguments["lr_wsd_decay_iters"])  # halfway, to a step
-    assert rates[iters] == pytest.approx(0.1)
+    iters, warmup = arguments["train_iters"], arguments["lr_warmup_iters"] + 1
+    decay = round(iters / 5)
+    expected = [min((step + 1) / warmup, 1.0, 0.1 + 0.9 * (iters - step) / decay) for step in range(iters)]
+    assert rates == pytest.approx(expected)
+
+
+def test_parameter_groups_with_a_rate_of_their_own_follow_the_same_schedule() -> None:
+    from megatron_exo.schedule import Scheduler
+
+    groups: list[dict[str, Any]] = [{}, {"max_lr": 0.003, "min_lr": 0.0003}]
+    scheduler = Scheduler(
+        SimpleNamespace(param_groups=groups),
+        init_lr=0.01 / 5,
+        max_lr=0.01,
+        min_lr=0.001,
+        lr_warmup_steps=4,
+        lr_decay_steps=20,
+        lr_decay_style="WSD",
+        start_wd=0.1,
+        end_wd=0.1,
+        wd_incr_steps=20,
+        wd_incr_style="constant",
+        wsd_decay_steps=10,
+        lr_wsd_decay_style="linear",
+    )
+    for step in range(20):
+        share = min((step + 1) / 5, 1.0, 0.1 + 0.9 * (20 - step) / 10)
+        assert [group["lr"] for group in groups] == pytest.approx([0.01 * share, 0.003 * share])
+        scheduler.step(1)

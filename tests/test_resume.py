@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 
 from megatron_exo.checkpoints import reading
+from megatron_exo.checkpoints.inspection import compare
 from megatron_exo.checkpoints.integrity import MANIFEST
 from megatron_exo.checkpoints.reading import TRACKER, CheckpointError, read_index, read_saved_arguments
 from megatron_exo.config import ExoConfig
 from megatron_exo.pretrain import main
 from megatron_exo.resume import check_load, folder_to_load
+from megatron_exo.schedule import is_extension
 from tests.programs import MOCK_DATA, MODEL, RUN, Outcome, one_line, run_program
 
 SAVING = "--save-interval 2 --log-interval 1 --num-workers 0"
@@ -164,6 +166,31 @@ def test_another_schedule_is_refused_unless_one_of_the_two_is_chosen(args: Names
         "skip_train",
     ):
         check_load(Namespace(**vars(args) | {way_out: True}), exo_of(args))
+
+
+def test_a_run_that_has_not_begun_to_decay_is_extended_as_if_planned_so(args: Namespace, run: Path) -> None:
+    """WSD: two of four steps are done; six of eight are flat, two of four are, one of four is not."""
+    flat = {"lr_decay_style": "WSD", "lr_wsd_decay_style": "linear", "lr_wsd_decay_iters": 2}
+    longer = Namespace(**vars(args) | flat | {"train_iters": 8, "lr_decay_iters": 8})
+    assert is_extension(Namespace(**vars(args) | flat), longer)
+    assert not is_extension(Namespace(**vars(args) | flat | {"lr_wsd_decay_iters": 3}), longer)  # it is decaying
+    assert not is_extension(Namespace(**vars(args) | flat | {"lr": 2e-3}), longer)
+    assert not is_extension(args, Namespace(**vars(args) | {"train_iters": 8, "lr_decay_iters": 8}))  # linear
+
+
+@pytest.mark.slow
+def test_an_extended_run_is_the_longer_one_to_the_bit(tmp_path: Path) -> None:
+    def words(length: int) -> list[str]:
+        shape = f"--train-iters {length} --lr-decay-iters {length} --lr-wsd-decay-iters 2 --lr-warmup-iters 1"
+        return f"{shape} --lr-decay-style WSD --lr-wsd-decay-style linear".split()
+
+    assert pretrain(tmp_path / "planned", *words(8)).status == 0
+    assert pretrain(tmp_path / "extended", *words(4), "--exit-interval", "2").status == 0
+    outcome = pretrain(tmp_path / "extended", *words(8))
+    assert outcome.status == 0, outcome.err
+    assert "was planned for 32 samples, now 64" in outcome.out
+    difference = compare(tmp_path / "planned" / "iter_0000008", tmp_path / "extended" / "iter_0000008")
+    assert (difference.values, difference.reshaped, difference.objects) == ([], {}, [])
 
 
 def test_a_folder_without_checkpoints_is_a_first_start_unless_one_is_demanded(args: Namespace, tmp_path: Path) -> None:

@@ -181,7 +181,7 @@ def test_the_plan_of_the_falsification_run_is_made_where_nothing_of_it_is(
         "32 layers, hidden size 1536, 16 heads of 96, FFN 3136, vocabulary 50,257",
         "depth and parameters, by FFN width, to dynamic-e-exoformer of 32 layers and FFN 3072: "
         "-0.00% of its parameters (-37,192), -0.00% of its FLOPs per token",
-        "190,735 steps of 262,144 tokens (128 sequences of 2,048), 50.00B tokens in all (35,840 more than asked for",
+        "190,735 steps of 262,144 tokens (128 sequences of 2,048, documents masked), 50.00B tokens in all (35,840 more than asked for",
         "dp 16: 16 processes, 2 micro-batches of 4 a step",
         "dry run: nothing was built or started",
         "not on this machine: dataset data/fineweb-edu",

@@ -45,6 +45,16 @@ HOOKS: dict[str, set[str]] = {
     "megatron.training.checkpointing:save_checkpoint": {"iteration", "model", "optimizer", "opt_param_scheduler"},
     "megatron.core.optimizer:get_megatron_optimizer": {"config", "model_chunks", "use_gloo_process_groups"},
     "megatron.core.optimizer.emerging_optimizers:_is_nonlinear_or_embedding": {"param"},
+    "megatron.core.optimizer.emerging_optimizers:_muon_config_to_kwargs": {"config", "model_chunks", "pg_collection"},
+    "megatron.core.optimizer.emerging_optimizers:EmergingOptimizerEntry": {
+        "optimizer_cls", "config_to_kwargs", "default_param_overrides"},
+    "megatron.core.optimizer.emerging_optimizers:TensorParallelMuon.__init__": {
+        "momentum", "pg_collection", "tp_mode"},
+    "megatron.training.training:wrap_model_chunks_with_ddp": {
+        "model_chunks", "config", "ddp_config", "use_layer_wise_distributed_optimizer", "pg_collection",
+        "bucket_sizes", "disable_bucketing_per_chunk"},
+    "megatron.training.training:resolve_ddp_bucket_size": {
+        "ddp_config", "dp_cp_group", "overlap_grad_reduce", "num_parameters"},
     "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.sharded_param_state_fully_reshardable": {
         "model_sharded_state_dict", "is_loading", "metadata"},
     "megatron.core.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync.write_preloaded_data": {
@@ -55,6 +65,7 @@ HOOKS: dict[str, set[str]] = {
     "megatron.core.dist_checkpointing.strategies.async_utils:AsyncCallsQueue._get_async_caller": {"self"},
     "megatron.core.dist_checkpointing.strategies.async_utils:AsyncCallsQueue.warmup_persistent_caller": {"rank"},
     "megatron.core.dist_checkpointing.strategies.async_utils:TemporalAsyncCaller.schedule_async_call": {"async_req"},
+    "megatron.core.optimizer_param_scheduler:OptimizerParamScheduler.get_lr": {"param_group"},
     "megatron.training.utils:get_blend_and_blend_per_split": {"args"},
     "megatron.core.tensor_parallel.random:model_parallel_cuda_manual_seed": {"seed", "force_reset_rng"},
     "megatron.training.arguments:parse_and_validate_args": {"extra_args_provider"},
@@ -111,6 +122,12 @@ REPLACEMENTS: dict[str, str] = {
         "megatron.core.models.common.language_module.language_module:LanguageModule.compute_language_model_loss"
     ),
     "megatron_exo.builder:ExoModelBuilder.build_model": "megatron.training.models.gpt:GPTModelBuilder.build_model",
+    "megatron_exo.optimizer.muon:ExoMuon._apply_weight_decay_inplace": (
+        "emerging_optimizers.mixin:WeightDecayMixin._apply_weight_decay_inplace"
+    ),
+    "megatron_exo.optimizer.muon:ExoMuon._init_group": (
+        "megatron.core.optimizer.emerging_optimizers:TensorParallelMuon._init_group"
+    ),
     "megatron_exo.platform.cpu:fork_rng": "megatron.core.tensor_parallel.random:CudaRNGStatesTracker.fork",
     "megatron_exo.platform.cpu:manual_seed": "torch.cuda:manual_seed",
 }
@@ -167,6 +184,14 @@ def test_operations_are_counted_by_a_function_of_the_training_module(caller: str
     # Under this name the program puts its own count.
     source = inspect.getsource(_look_up(f"megatron.training.training:{caller}"))
     assert "num_floating_point_operations(\n" in source
+
+
+def test_muon_asks_for_an_update_before_it_changes_a_weight_and_reads_the_momentum_of_the_group() -> None:
+    # The decay, which depends on the update, is part of what we give back; the schedule writes the momentum.
+    source = inspect.getsource(_look_up("megatron.core.optimizer.emerging_optimizers:TensorParallelMuon.step"))
+    orthogonalize = source.index("orth_grad = self.orthogonalize(p, grad, **group_kwargs)")
+    assert source.index('lerp_(grad, 1 - group["momentum"])') < orthogonalize
+    assert orthogonalize < source.index('p.add_(orth_grad, alpha=-group["lr"])')
 
 
 def test_a_checkpoint_ends_with_its_index_files_and_then_the_tracker() -> None:

@@ -20,6 +20,7 @@ import contextlib
 import io
 import os
 import time
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,7 +72,7 @@ def parse_args(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[
 
 def main(argv: list[str] | None = None) -> None:
     args, megatron = parse_args(argv)
-    with one_line_errors():
+    with one_line_errors(), _packages_named():
         if args.download is not None:
             _download(args)
             return
@@ -91,6 +92,14 @@ def main(argv: list[str] | None = None) -> None:
                 write_results(results, args.out)
                 print(f"written to {args.out}")
         _leave()
+
+
+@contextlib.contextmanager
+def _packages_named() -> Iterator[None]:
+    try:
+        yield
+    except ImportError as error:
+        raise UserError(f"{error}; evaluation needs the extra eval: bash tools/setup_env.sh eval") from error
 
 
 def _results(args: argparse.Namespace, subject: Subject, names: list[str], manager: Any) -> dict[str, Any]:
@@ -129,12 +138,8 @@ def _check_exists(prefix: str) -> None:
 
 def _tasks(names: str, include: list[Path]) -> tuple[list[str], Any]:
     """Every task that is asked for, with its data at hand."""
-    try:
-        from megatron_exo.evaluation.harness import PAPER_TASKS, load_tasks, task_manager
-    except ImportError as error:
-        raise UserError(
-            f"tasks need lm-evaluation-harness ({error}); install it with bash tools/setup_env.sh eval"
-        ) from error
+    from megatron_exo.evaluation.harness import PAPER_TASKS, load_tasks, task_manager
+
     wanted = PAPER_TASKS if names == "paper" else [name for name in names.split(",") if name]
     manager = task_manager(wanted, include)
     return load_tasks(wanted, manager), manager

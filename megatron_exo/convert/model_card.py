@@ -75,7 +75,7 @@ def model_card(
         "## Model\n",
         _table(("", ""), rows.items()),
         "## Data\n",
-        "\n".join(_data(come_from.data)) + "\n",
+        "\n".join(_readable(come_from.data)) + "\n",
         "## Evaluation so far\n",
         _evaluation(come_from.run, come_from.step),
         "## Provenance\n",
@@ -102,6 +102,13 @@ def _cell(value: object) -> str:
 def _code(value: object) -> str:
     """A text of elsewhere that cannot be taken for anything but text."""
     return "`" + " ".join(str(value).replace("`", "'").split()) + "`"
+
+
+def _readable(data: Mapping[str, Any]) -> list[str]:
+    try:
+        return list(_data(data))
+    except (AttributeError, TypeError):
+        return ["The source describes its data in a way that this version does not know."]
 
 
 def _data(data: Mapping[str, Any]) -> Iterator[str]:

@@ -159,7 +159,7 @@ def probe_emerging_optimizers(inspector: Inspector) -> Iterator[Finding]:
     part = functools.partial(Finding, "emerging-optimizers")
     version = inspector.version("emerging-optimizers")
     if version is None:
-        yield part("absent", "only for Megatron's own Muon and relatives", "bash tools/setup_env.sh muon")
+        yield part("absent", "only for --optimizer muon and its relatives", "bash tools/setup_env.sh muon")
     elif inspector.find("absl") is None:
         detail = f"{version} without absl-py, which breaks the import of megatron.core"
         yield part("harmful", detail, "pip install absl-py")

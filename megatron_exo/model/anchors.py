@@ -61,6 +61,7 @@ class ExogenousAnchor(_Anchor):
             tp_comm_buffer_name="qkv",
             tp_group=pg_collection.tp,
         )
+        layout.state_on(self.linear_qkv.weight, self.pathways)
         if config.exo.anchor_weights == "frozen":
             self.linear_qkv.weight.requires_grad_(False)
 

@@ -31,6 +31,7 @@ class ExoSelfAttention(SelfAttention):
             heads_per_group=self.num_attention_heads_per_partition // self.num_query_groups_per_partition,
             head_dim=self.hidden_size_per_attention_head,
         )
+        self.layout.state_on(self.linear_qkv.weight, exo.components)
         self.mixing: ProjectionMixing | QKBias | None = None
         self.dynamic_mixing: DynamicMixing | None = None
         if exo.mixes(self.layer_number):

@@ -34,6 +34,14 @@ class HeadLayout:
     def total_width(self, components: str) -> int:
         return sum(self.width(component) for component in components)
 
+    def rows_of_group(self, components: str) -> list[int]:
+        """Rows of each component in one query group."""
+        return [self._heads_in_group(component) * self.head_dim for component in components]
+
+    def state_on(self, weight: Tensor, components: str) -> None:
+        """Let a packed matrix say what its rows are (``packed_rows``): matrix optimizers may take it apart."""
+        weight.packed_rows = self.rows_of_group(components)  # type: ignore[attr-defined]
+
     def unpack_groups(self, packed: Tensor, components: str) -> dict[str, Tensor]:
         """Split the group-packed output of a linear layer.
 
@@ -45,8 +53,7 @@ class HeadLayout:
             Component → [s, b, heads, head_dim].
         """
         by_group = packed.view(*packed.shape[:2], self.num_groups, -1)
-        sizes = [self._heads_in_group(component) * self.head_dim for component in components]
-        parts = torch.split(by_group, sizes, dim=-1)
+        parts = torch.split(by_group, self.rows_of_group(components), dim=-1)
         return {
             c: part.reshape(*packed.shape[:2], -1, self.head_dim) for c, part in zip(components, parts, strict=True)
         }

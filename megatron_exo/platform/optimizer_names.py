@@ -35,7 +35,9 @@ def as_fully_reshardable(original: Callable[..., Any]) -> Callable[..., Any]:
         from megatron.training import get_args
 
         metadata = original(*args, **kwargs)
-        if metadata is not None and get_args().use_distributed_optimizer:
+        run = get_args()
+        is_distributed = run.use_distributed_optimizer or run.use_layer_wise_distributed_optimizer
+        if metadata is not None and is_distributed:
             metadata.setdefault("distrib_optim_sharding_type", "fully_reshardable")
             metadata.setdefault("distrib_optim_fully_reshardable_mem_efficient", False)
         return metadata
@@ -65,14 +67,21 @@ def by_the_names_there_are(original: Callable[..., Any]) -> Callable[..., Any]:
             if any(not value.key.startswith(_MAIN_WEIGHTS) for value in wanted):
                 kwargs["validate_access_integrity"] = False  # the model's own weights are then read twice
         optimizer = sharded_state_dict.get("optimizer")
-        wanted_keys = set(optimizer) if isinstance(optimizer, dict) else set()
+        wanted_keys = {at: set(each) for at, each in _single(optimizer)} if isinstance(optimizer, dict) else {}
         loaded = original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
         if wanted_keys:
             state = loaded if isinstance(loaded, dict) else loaded[0]  # with what was missing behind it
-            _arrange(state["optimizer"], wanted_keys)
+            for at, each in _single(state["optimizer"]):
+                if at in wanted_keys:
+                    _arrange(each, wanted_keys[at])
         return loaded
 
     return load
+
+
+def _single(state: dict[Any, Any]) -> list[tuple[Any, dict[str, Any]]]:
+    """The states of single optimizers by their places in a chain, such as Muon's and Adam's; ``None`` for one alone."""
+    return list(state.items()) if all(isinstance(at, int) for at in state) else [(None, state)]
 
 
 def _arrange(state: dict[str, Any], wanted: Collection[str]) -> None:

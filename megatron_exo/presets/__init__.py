@@ -50,12 +50,17 @@ def steps_for(tokens: int, global_batch_size: int, seq_length: int) -> int:
 
 
 def _wsd(train_iters: int, lr: float, warmup: int) -> dict[str, Any]:
-    """Warm-up, a flat stretch, and the last part of the run down to a part of the rate."""
+    """Warm-up, a flat stretch, and the last part of the run down to a part of the rate.
+
+    Step k of the warm-up's n has the rate (k + 1) / n, as the author's. Megatron's warm-up begins at zero, and wastes a
+    step; it gives the same rates where it begins at 1 / n and takes a step less.
+    """
     return {
         "train_iters": train_iters,
         "lr": lr,
         "min_lr": round(_SHAPE["final_lr"] * lr, 12),  # 3e-4 and not 3.0000000000000003e-4
-        "lr_warmup_iters": warmup,
+        "lr_warmup_init": lr / warmup if warmup else 0.0,
+        "lr_warmup_iters": max(0, warmup - 1),
         "lr_decay_iters": train_iters,
         "lr_wsd_decay_iters": max(1, round(_SHAPE["decay"] * train_iters)),
     }
@@ -231,7 +236,8 @@ def _schedule(preset: Preset, overrides: Mapping[str, Any]) -> dict[str, Any]:
         iters = overrides["train_iters"]
     else:
         iters = steps_for(overrides.get("train_tokens", preset.tokens), batch, seq_length)
-    warmup = min(own["lr_warmup_iters"], round(own["lr_warmup_iters"] * iters / own["train_iters"]))
+    planned = own["lr_warmup_iters"] + 1
+    warmup = min(planned, round(planned * iters / own["train_iters"]))
     if "lr_warmup_fraction" in overrides:
         warmup = 0  # Megatron wants one of the two
     schedule = _wsd(iters, overrides.get("lr", own["lr"]), warmup)
@@ -239,6 +245,6 @@ def _schedule(preset: Preset, overrides: Mapping[str, Any]) -> dict[str, Any]:
         decay = schedule["lr_wsd_decay_iters"]
         schedule |= {"train_iters": None, "lr_warmup_iters": 0, "lr_decay_iters": None, "lr_wsd_decay_iters": None}
         schedule |= {"train_samples": overrides["train_samples"], "lr_decay_samples": overrides["train_samples"]}
-        schedule |= {"lr_warmup_samples": warmup * batch, "lr_wsd_decay_samples": decay * batch}
+        schedule |= {"lr_warmup_samples": max(0, warmup - 1) * batch, "lr_wsd_decay_samples": decay * batch}
     shortest = {"eval_interval": iters // 4, "save_interval": iters, "log_interval": iters // 10}
     return schedule | {interval: max(1, min(own[interval], most)) for interval, most in shortest.items()}

@@ -40,6 +40,9 @@ VARIANTS = {
     "dynamic e-exoformer": "--exo-variant dynamic-e-exoformer",
     # The first layer's parameters are unlike the others'.
     "internal anchor, bf16": "--exo-variant s-nuresformer --bf16",
+    # Momenta of the parameter's shape, second moments that are smaller, and Adam's state for the rest.
+    "muon, bf16": "--exo-variant dynamic-e-exoformer --bf16 --optimizer muon",
+    "muon per head": "--exo-variant e-exoformer-vg --optimizer muon --exo-muon-split per-head",
     "tied, h1": "--exo-variant e-exoformer --exo-anchor h1 --tie-embeddings-and-output-weights",
 }
 
@@ -94,9 +97,14 @@ def test_a_checkpoint_is_the_same_through_tensor_pipeline_and_data_parallelism(t
             ["1", "tp2 sp dp2 distributed optimizer", "pp2 uneven", "dp4 distributed optimizer", "pp2", "dp2", "1"],
         ),
         ("dynamic e-exoformer", ["pp2 uneven, source on the wire", "dp4 distributed optimizer", "tp2", "pp4", "dp2"]),
+        (
+            "muon, bf16",
+            ["1", "tp2 sp dp2 distributed optimizer", "pp2 uneven", "dp2 distributed optimizer", "tp2 pp2", "1"],
+        ),
+        ("muon per head", ["tp2", "pp2 uneven, source on the wire", "1"]),
         ("tied, h1", ["tp2 pp2", "cp2 distributed optimizer", "pp2 uneven", "pp2 vpp2 dp2 distributed optimizer", "1"]),
     ],
-    ids=["internal anchor, bf16", "dynamic", "tied, h1"],
+    ids=["internal anchor, bf16", "dynamic", "muon", "muon per head", "tied, h1"],
 )
 def test_a_checkpoint_is_the_same_through_every_layout(tmp_path: Path, variant: str, layouts: list[str]) -> None:
     chain(layouts, variant, tmp_path)

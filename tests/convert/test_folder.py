@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -215,6 +216,12 @@ def test_texts_of_a_checkpoint_stay_texts_in_the_card() -> None:
     ]
     assert not any(line.startswith("<script>") for line in lines)
     assert sum(line == "```" for line in lines) == 3  # the end of one block, and both ends of the command's
+
+
+@pytest.mark.parametrize("data", [{"sets": [3]}, {"sets": 7}, {"sets": [{"bin_bytes": "x"}]}], ids=str)
+def test_data_described_in_another_way_is_said_to_be_unknown(data: dict[str, Any]) -> None:
+    card = model_card(EXO, SIZES, "float32", 45_000, Provenance("x", "0" * 64, 1, 2, data=data), [])
+    assert "describes its data in a way that this version does not know" in card
 
 
 def test_shards_are_filled_in_order_and_no_group_is_torn() -> None:

@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_exo.model import loss as loss_module
 from megatron_exo.model.loss import vocab_parallel_cross_entropy
 from tests.ranks import run_on_ranks
 
@@ -45,7 +47,8 @@ CASES = {
 
 
 def _sharded() -> dict[str, tuple[Tensor, Tensor, Tensor]]:
-    """Both outputs and this rank's part of the gradient, for every case."""
+    """Both outputs and this rank's part of the gradient, for every case; five positions at a time."""
+    loss_module._TOGETHER = 5 * PADDED // dist.get_world_size()
     results = {}
     for name, case in CASES.items():
         logits, labels, weights = case.inputs()
@@ -111,3 +114,32 @@ def _each_output_alone() -> list[Tensor]:
         assert leaf.grad is not None
         gradients.append(leaf.grad)
     return gradients
+
+
+class _LargestFloat32(TorchDispatchMode):
+    """How many elements the largest float32 tensor has that any operation returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for each in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(each, Tensor) and each.dtype == torch.float32:
+                self.elements = max(self.elements, each.numel())
+        return result
+
+
+def _largest_float32() -> tuple[int, int]:
+    """In forward and backward over 12 positions, three at a time; and the number of logits."""
+    loss_module._TOGETHER = 3 * PADDED
+    logits, labels, weights = Case(dtype=torch.bfloat16).inputs()
+    logits.requires_grad_()
+    with _LargestFloat32() as found:
+        loss, log_partition = vocab_parallel_cross_entropy(logits, labels, PADDED, dist.group.WORLD)
+        (weights[0] * loss + weights[1] * log_partition).sum().backward()
+    return found.elements, logits.numel()
+
+
+def test_no_float32_copy_of_bfloat16_logits_is_made() -> None:
+    ((largest, logits),) = run_on_ranks(1, _largest_float32)
+    assert largest == 3 * PADDED < logits

@@ -1,8 +1,9 @@
 """Every layout of ranks trains the same model: from the same seed, each point of the matrix is the single process.
 
 What is compared, and how closely, is in ``matrix.py``. `--all` runs every layout on one to four ranks and some on
-eight; the quick tier a subset in which every value of every axis occurs. A layout is run with every case under its last
-way to reduce gradients, and with two cases, which change from layout to layout, under each other way.
+eight; the quick tier a subset in which every value of every axis occurs. A layout on one or two ranks is run with every
+case, on four with three cases that change from layout to layout, all under its last way to reduce gradients; two of
+them, changing too, under each other way.
 """
 
 from __future__ import annotations
@@ -78,6 +79,9 @@ def _points(number: int, layout: Layout, cases: list[str]) -> list[tuple[str, st
 def _params() -> list[Any]:
     quick = [pytest.param(_points(0, layout, cases), layout, id=f"{layout}-quick") for layout, cases in QUICK.items()]
     everything = {layout: list(CASES) for layout in ALL} | dict.fromkeys(SOURCE_WIRE, WITH_SOURCE)
+    for number, (layout, cases) in enumerate(everything.items()):
+        if layout.world_size == 4:
+            everything[layout] = [cases[(3 * number + i) % len(cases)] for i in range(3)]
     everything |= UNEVEN | ON_EIGHT
     return quick + [
         pytest.param(_points(number, layout, cases), layout, id=str(layout), marks=pytest.mark.slow)
@@ -113,6 +117,17 @@ def test_every_parameter_has_a_gradient_to_compare_under_every_recompute_mode() 
                 # The last matrix of dynamic mixing starts at zero, and hides the one before it for a step.
                 is_hidden = "dynamic_mixing.fc1" in name and step.startswith("step 0")
                 assert bool(gradient.any()) is not is_hidden, f"{case}, {mode}: {name}"
+
+
+def test_every_case_is_run_under_every_value_of_every_axis() -> None:
+    """Of the layouts that run with some of the cases."""
+    runs = [(layout, points) for points, layout in (parameter.values for parameter in _params())]
+    for axis in ("tp", "sp", "pp", "vpp", "dp", "cp"):
+        for value in {getattr(layout, axis) for layout, _ in runs}:
+            having = [points for layout, points in runs if getattr(layout, axis) == value]
+            assert {case for points in having for case, _ in points} == CASES.keys(), f"{axis} {value}"
+    ways = {(case, way) for _, points in runs for case, way in points}
+    assert ways == {(case, way) for case in CASES for way in REDUCTIONS}
 
 
 def _of_layouts(quick: set[Layout]) -> list[Any]:
