@@ -50,7 +50,9 @@ def pretrain(corpus: Path, *words: object, tokenizer: str = "tokenizer", **envir
 
 @pytest.mark.parametrize("missing", [None, -1])
 def test_documents_are_not_masked_without_a_token_that_separates_them(missing: int | None) -> None:
-    with pytest.raises(UserError, match="--exo-documents masked needs a token .* pass another tokenizer, or --exo-doc"):
+    with pytest.raises(
+        UserError, match=r"--exo-documents masked needs a token .* pass another tokenizer, or --exo-doc"
+    ):
         check_data_arguments(Namespace(exo_documents="masked"), SimpleNamespace(eod=missing))
 
 

@@ -26,7 +26,7 @@ HEADS, HEAD_DIM = 4, 8
 
 
 def differences() -> dict[str, Any]:
-    """Context-parallel place → largest difference from the local backend; and the masks that were asked for."""
+    """Context-parallel place → largest difference from the local backend; and what was asked of Transformer Engine."""
     config = TransformerConfig(
         num_layers=2, hidden_size=HEADS * HEAD_DIM, num_attention_heads=HEADS, attention_dropout=0.0
     )
@@ -58,9 +58,10 @@ def differences() -> dict[str, Any]:
     ):
         for size, rank in ((1, 0), (2, 0), (2, 1)):
             config.context_parallel_size = size
+            attention.cp_group = "the ranks that share a row" if size > 1 else None
             mine = [tensor.chunk(2 * size) for tensor in (query, key, value, expected)]
             parts = [torch.cat([chunks[rank], chunks[2 * size - 1 - rank]]) for chunks in mine]
             documents = Documents.of_rows(ROWS, size, rank)
             ours = attention(*parts[:3], None, AttnMaskType.causal, packed_seq_params=documents)
             found[f"cp{size}-rank{rank}"] = float((ours - parts[3]).abs().max())
-    return {"differences": found, "masks": masks, "without group": groups == [None] * 3}
+    return {"differences": found, "masks": masks, "groups": groups, "group afterwards": attention.cp_group}

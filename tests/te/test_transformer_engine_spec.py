@@ -122,7 +122,8 @@ def test_masked_documents_are_asked_for_as_packed_sequences(described: dict[str,
     assert max(packed["differences"].values()) < 1e-6
     # Transformer Engine's own exchange over context-parallel ranks would cut each document by itself.
     assert packed["masks"] == ["padding_causal", "padding_causal_bottom_right", "padding_causal_bottom_right"]
-    assert packed["without group"]
+    assert packed["groups"] == [None, None, None]
+    assert packed["group afterwards"] == "the ranks that share a row"
 
 
 def start(arguments: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
