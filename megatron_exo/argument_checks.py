@@ -96,6 +96,18 @@ def _misfits(args: Namespace, exo: ExoConfig) -> Iterator[str]:
         )
     if args.exo_z_loss_weight < 0:
         yield f"--exo-z-loss-weight must not be negative, got {args.exo_z_loss_weight}; pass 0 for none"
+    for name in ("reset_attention_mask", "reset_position_ids", "dataloader_inter_document_masking"):
+        if getattr(args, name):
+            yield f"{option(name)} does not reach an ExoFormer's attention; pass --exo-documents masked or restarted"
+    if args.exo_documents == "restarted":
+        if args.position_embedding_type != "rope":
+            yield "--exo-documents restarted is about rotary positions; pass --position-embedding-type rope, or masked"
+        elif args.apply_rope_fusion:
+            yield (
+                "--exo-documents restarted does not go with Transformer Engine's fused rotary embedding, which has one "
+                "position for a column of the batch; pass --no-rope-fusion, or --exo-documents masked, which computes "
+                "the same"
+            )
     if args.use_checkpoint_args:
         yield (
             "--use-checkpoint-args reads the checkpoint before it has been checked, and could run code in it; "

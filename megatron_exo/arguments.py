@@ -29,6 +29,7 @@ from megatron_exo.config import (
 )
 from megatron_exo.errors import leave
 from megatron_exo.model.config import WIRES
+from megatron_exo.model.documents import DOCUMENTS
 from megatron_exo.model.initialization import RECIPES
 from megatron_exo.optimizer import recipe as muon
 from megatron_exo.presets.matching import RULES
@@ -93,6 +94,14 @@ def add_exo_arguments(parser: ArgumentParser) -> ArgumentParser:
         default="anchors",
         help="what pipeline stages send beside the hidden states: the anchors, or the hidden states that they are made "
         "of, with a copy of the anchor's matrices on each stage; see docs/parallelism.md (default: %(default)s)",
+    )
+    group.add_argument(
+        "--exo-documents",
+        choices=DOCUMENTS,
+        default="joined",
+        help="what the documents of one row are to each other, which begin at the tokenizer's end of text: one text; "
+        "masked from each other, with positions that run on over the row; or masked, with positions that start from 0 "
+        "in each (default: %(default)s, masked with --preset)",
     )
     group.add_argument(
         "--exo-z-loss-weight",

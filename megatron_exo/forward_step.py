@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
@@ -11,10 +12,11 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
-from megatron.training import get_args, get_timers
+from megatron.training import get_args, get_timers, get_tokenizer
 from torch import Tensor
 
 from megatron_exo.data.sample_log import SAMPLE_ID, SampleLog
+from megatron_exo.model.documents import DocumentMask
 from megatron_exo.nonfinite import step_batches
 
 _SPIKE = 10
@@ -22,31 +24,36 @@ _SPIKE = 10
 _BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
 
-def get_batch(
-    data_iterator: Iterator[dict[str, Tensor]], vp_stage: int | None, *, training: bool
-) -> tuple[Tensor | None, ...]:
-    """Tokens, labels, loss mask, attention mask and position ids of this rank.
+def get_batch(data_iterator: Iterator[dict[str, Tensor]], vp_stage: int | None, *, training: bool) -> tuple[Any, ...]:
+    """Tokens, labels, loss mask, attention mask and position ids of this rank, and the documents they are of.
 
-    All [b, s / cp], or ``None`` where this pipeline stage does not need them; the attention mask is ``None`` unless
-    the loader makes one. The first tensor-parallel rank reads, the others receive.
+    The tensors are [b, s / cp], or ``None`` where this pipeline stage does not need them; the attention mask is
+    ``None`` unless the loader makes one. Where ``--exo-documents`` masks documents, every stage gets them: each reads
+    the same samples. The first tensor-parallel rank reads, the others receive.
     """
     args = get_args()
+    mask = document_mask(args)
     first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
-    if not first and not last:
-        return (None,) * len(_BATCH_KEYS)
+    if not (first or last or mask):
+        return (*(None for _ in _BATCH_KEYS), None)
     batch: dict[str, Any] = {}
+    device = torch.device(torch.cuda.current_device())
+    boundaries: Tensor | None = None
     if parallel_state.get_tensor_model_parallel_rank() == 0:
-        device = torch.cuda.current_device()
         read = next(data_iterator)
-        if training:
+        if training and (first or last):
             step_batches.note(args.curr_iteration, read)
             if first and SAMPLE_ID in read:
                 _sample_log().note(args.curr_iteration + 1, read)
         batch = {key: read[key].to(device, non_blocking=True) if key in read else None for key in _BATCH_KEYS}
+        if mask is not None:
+            boundaries = mask.boundaries(read["tokens"])
+            batch |= {"cu_seqlens": boundaries.to(device), "cu_seqlens_padded": None}
+            batch["max_seqlen"] = batch["cu_seqlens"].diff().amax(dim=1)
     batch = get_batch_on_this_tp_rank(
         batch,
-        has_cu_seqlens=False,
+        has_cu_seqlens=mask is not None,
         is_hybrid_cp=False,
         create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
         broadcast_src_rank=parallel_state.get_tensor_model_parallel_src_rank(),
@@ -60,9 +67,20 @@ def get_batch(
         is_pipeline_first_stage=first,
         is_pipeline_last_stage=last,
     )
+    cp_group = parallel_state.get_context_parallel_group()
+    documents = None
+    if mask is not None:  # read on the CPU where they came from there, without waiting for the device
+        documents = mask.documents(batch["cu_seqlens"] if boundaries is None else boundaries, cp_group, device)
     batch = {key: batch.get(key) for key in _BATCH_KEYS}
-    batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group())
-    return tuple(batch[key] for key in _BATCH_KEYS)
+    batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=cp_group)
+    return (*(batch[key] for key in _BATCH_KEYS), documents)
+
+
+def document_mask(args: Namespace) -> DocumentMask | None:
+    """How rows are cut into documents by ``--exo-documents``; ``None`` where documents see each other."""
+    if args.exo_documents == "joined":
+        return None
+    return DocumentMask(get_tokenizer().eod, restarts=args.exo_documents == "restarted")
 
 
 @cache
@@ -125,9 +143,9 @@ def forward_step(
     """Megatron's forward step: the model's output and how to reduce it."""
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
-    tokens, labels, loss_mask, attention_mask, position_ids = get_batch(
+    tokens, labels, loss_mask, attention_mask, position_ids, documents = get_batch(
         data_iterator, get_attr_wrapped_model(model, "vp_stage"), training=model.training
     )
     timers("batch-generator").stop()
-    output = model(tokens, position_ids, attention_mask, labels=labels)
+    output = model(tokens, position_ids, attention_mask, labels=labels, packed_seq_params=documents)
     return output, partial(loss_func, loss_mask)

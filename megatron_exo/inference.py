@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron_exo.errors import UserError
 from megatron_exo.model.config import ExoTransformerConfig
 from megatron_exo.model.core_attention import gather_context
+from megatron_exo.model.documents import DocumentMask, Documents
 from megatron_exo.model.wire import ExoP2PCommunicator, wire_width
 
 
@@ -37,6 +38,7 @@ def compute_logits(
     config: ExoTransformerConfig,
     pg_collection: ProcessGroupCollection,
     micro_batch_size: int = 1,
+    document_mask: DocumentMask | None = None,
 ) -> Tensor | None:
     """The next-token logits at every position.
 
@@ -45,11 +47,12 @@ def compute_logits(
         tokens: int64 [b, s], the same on every rank of a replica.
         vocab_size: columns to return; the padding beyond it is cut.
         micro_batch_size: sequences that go through the model together; it divides b.
+        document_mask: how rows are cut into documents that do not see each other; ``None`` for one text a row.
 
     Returns:
         float32 [b, s, vocab_size] on every rank of the last pipeline stage, ``None`` elsewhere.
     """
-    local = _forward(chunks, {"tokens": tokens}, config, pg_collection, micro_batch_size)
+    local = _forward(chunks, {"tokens": tokens}, config, pg_collection, micro_batch_size, document_mask)
     if local is None:
         return None
     parts = [torch.empty_like(local) for _ in range(pg_collection.tp.size())]
@@ -81,6 +84,7 @@ def _forward(
     config: ExoTransformerConfig,
     pg_collection: ProcessGroupCollection,
     micro_batch_size: int,
+    document_mask: DocumentMask | None = None,
 ) -> Tensor | None:
     """What the last stage computes, float32 [b, s, ·], of whole sequences. They are padded while the ranks share them,
     which no earlier token sees."""
@@ -92,6 +96,10 @@ def _forward(
     padded = -(-length // unit) * unit
     batch = {name: torch.nn.functional.pad(part, (0, padded - length)) for name, part in batch.items()}
     batch["positions"] = torch.arange(padded, device=device).expand(rows, padded)
+    documents: list[Documents | None] = [
+        None if document_mask is None else document_mask.of(part, cp_group)
+        for part in batch["tokens"].split(micro_batch_size)
+    ]
     batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=cp_group)
     collected: list[Tensor] = []
 
@@ -100,13 +108,16 @@ def _forward(
             collected.append(output.float())
             return output.new_zeros(()), {}
 
-        inputs = dict(zip(batch, next(micro_batches), strict=True))
-        return model(inputs["tokens"], inputs["positions"], None, labels=inputs.get("labels")), collect
+        *tensors, packed = next(micro_batches)
+        inputs = dict(zip(batch, tensors, strict=True))
+        labels = inputs.get("labels")
+        return model(inputs["tokens"], inputs["positions"], None, labels=labels, packed_seq_params=packed), collect
 
     was_training = [chunk.training for chunk in chunks]
     for chunk in chunks:
         chunk.eval()
-    iterators = [zip(*(part.split(micro_batch_size) for part in batch.values()), strict=True) for _ in chunks]
+    parts = [part.split(micro_batch_size) for part in batch.values()]
+    iterators = [zip(*parts, documents, strict=True) for _ in chunks]
     get_forward_backward_func(config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size)(
         forward_step_func=forward_step,
         data_iterator=iterators if len(iterators) > 1 else iterators[0],

@@ -53,7 +53,7 @@ def batch_saved_when_not_finite(args: Namespace, folder: Path) -> Iterator[None]
             ``loss_mask``, … each [b, s]), ``iteration``, ``rank`` and ``reason``.
 
     Raises:
-        UserError: the step, what was found, and the file. Ranks of the middle of a pipeline read no batch: they name
+        UserError: the step, what was found, and the file. Ranks of the middle of a pipeline keep no batch: they name
             the step alone.
     """
     try:
@@ -63,7 +63,7 @@ def batch_saved_when_not_finite(args: Namespace, folder: Path) -> Iterator[None]
             raise
         iteration, reason = args.curr_iteration + 1, found[1]
         path = folder / f"iteration-{iteration}-rank-{args.rank}.pt"
-        where = "this rank reads no data, so its batch is not saved here"
+        where = "this rank keeps no batch, so it is not saved here"
         if step_batches.save(path, iteration=iteration, rank=args.rank, reason=reason):
             where = f"its batch is in {path}, see --exo-replay"
         raise UserError(

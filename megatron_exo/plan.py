@@ -62,6 +62,8 @@ class Plan:
     """Whose layers are built: ``local`` or ``transformer_engine``."""
     matching: Matching | None = None
     """What the sizes were matched to."""
+    documents: str = "joined"
+    """What the documents of one sequence are to each other (:data:`megatron_exo.model.documents.DOCUMENTS`)."""
     train_tokens: int | None = None
     """The length that was asked for, where it was given in tokens."""
 
@@ -155,10 +157,12 @@ def _training(plan: Plan) -> str:
         return "none, evaluation only"
     tokens = plan.global_batch_size * plan.sizes.seq_length
     more = plan.train_iters * tokens - (plan.train_tokens or plan.train_iters * tokens)
+    documents = "" if plan.documents == "joined" else f", documents {plan.documents}"
     rounded = f" ({more:,} more than asked for, to end with a whole step)" if more else ""
     return (
         f"{plan.train_iters:,} steps of {tokens:,} tokens ({plan.global_batch_size} sequences of "
-        f"{plan.sizes.seq_length:,}), {human(plan.train_iters * tokens)} tokens in all{rounded}; {plan.optimizer}"
+        f"{plan.sizes.seq_length:,}{documents}), {human(plan.train_iters * tokens)} tokens in all{rounded}; "
+        f"{plan.optimizer}"
     )
 
 

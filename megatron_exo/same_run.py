@@ -14,8 +14,8 @@ from megatron_exo.checkpoints.sources import describe_data, describe_tokenizer
 KINDS = ("tokenizer", "data", "seq-length", "batch-size")
 """What ``--exo-accept-change`` can name."""
 
-_SAMPLES = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
-"""Megatron's arguments that change what is learned from the same tokens."""
+_SAMPLES = ("exo_documents", "reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+"""Arguments that change what is learned from the same tokens."""
 _BATCHES = ("global_batch_size", "rampup_batch_size", "step_batch_size_schedule")
 _TRAINED_ON = ("all", "train")
 """The parts of a dataset that order and content of training samples depend on."""

@@ -31,6 +31,7 @@ from megatron_exo.config import ExoConfig
 from megatron_exo.forward_step import reduce_loss
 from megatron_exo.inference import compute_logits, pipeline_keywords
 from megatron_exo.model.config import ExoTransformerConfig
+from megatron_exo.model.documents import DocumentMask
 from megatron_exo.shards import join_all, named_shards
 
 Z_LOSS_WEIGHT = 1e-5
@@ -93,6 +94,7 @@ class StandaloneModel:
         vocab_size: tokens; the embedding is padded to a multiple of ``make_vocab_size_divisible_by`` times tp.
         seq_length: longest sequence.
         tied: whether the output layer is the embedding.
+        document_mask: how rows are cut into documents that do not see each other; ``None`` for one text a row.
         init_recipe: how matrices start, one of :data:`megatron_exo.model.initialization.RECIPES`.
     """
 
@@ -106,10 +108,12 @@ class StandaloneModel:
         rotary_base: int = 10000,
         tied: bool = False,
         init_recipe: str = "paper",
+        document_mask: DocumentMask | None = None,
         ddp: DistributedDataParallelConfig | None = None,
     ) -> None:
         self.config = config
         self.vocab_size = vocab_size
+        self.document_mask = document_mask
         self.pg_collection = ProcessGroupCollection.use_mpu_process_groups()
         self.ddp = ddp or DistributedDataParallelConfig(grad_reduce_in_fp32=True)
         self.optimizer: MegatronOptimizer | None = None
@@ -167,11 +171,14 @@ class StandaloneModel:
         mine = [part[group.rank() :: group.size()].to(platform.device()) for part in (tokens, labels)]
         mine = [part.split(micro_batch_size) for part in mine]
 
-        def samples() -> Iterator[dict[str, Tensor]]:
+        def samples() -> Iterator[dict[str, Any]]:
             for micro_tokens, micro_labels in zip(*mine, strict=True):
                 positions = torch.arange(tokens.shape[1], device=micro_tokens.device).expand_as(micro_tokens)
                 batch = {"tokens": micro_tokens, "labels": micro_labels, "positions": positions}
-                yield get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=self.pg_collection.cp)
+                cp_group = self.pg_collection.cp
+                documents = self.document_mask and self.document_mask.of(micro_tokens, cp_group)
+                batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=cp_group)
+                yield batch | {"documents": documents}
 
         losses = get_forward_backward_func(
             self.config.pipeline_model_parallel_size, self.config.virtual_pipeline_model_parallel_size
@@ -195,7 +202,12 @@ class StandaloneModel:
     def logits(self, tokens: Tensor) -> Tensor | None:
         """float32 [b, s, vocab_size] on the last stage, ``None`` elsewhere."""
         return compute_logits(
-            self.chunks, tokens.to(platform.device()), self.vocab_size, self.config, self.pg_collection
+            self.chunks,
+            tokens.to(platform.device()),
+            self.vocab_size,
+            self.config,
+            self.pg_collection,
+            document_mask=self.document_mask,
         )
 
     def step(self, learning_rate: float) -> tuple[float, bool]:
@@ -277,8 +289,9 @@ class StandaloneModel:
         return values if len(values) > 1 else values[0]
 
 
-def _forward_step(data_iterator: Iterator[dict[str, Tensor]], model: torch.nn.Module) -> tuple[Tensor, Any]:
+def _forward_step(data_iterator: Iterator[dict[str, Any]], model: torch.nn.Module) -> tuple[Tensor, Any]:
     batch = next(data_iterator)
-    output = model(batch["tokens"], batch["positions"], None, labels=batch["labels"])
+    documents = batch["documents"]
+    output = model(batch["tokens"], batch["positions"], None, labels=batch["labels"], packed_seq_params=documents)
     mask = torch.ones(batch["labels"].shape, device=output.device)
     return output, partial(reduce_loss, mask, z_loss_weight=Z_LOSS_WEIGHT)

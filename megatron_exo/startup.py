@@ -235,6 +235,7 @@ def training_plan(start: Start) -> Plan:
         precision="bf16, fp32 masters" if args.bf16 else "fp16, fp32 masters" if args.fp16 else "fp32",
         transformer_impl=args.transformer_impl,
         matching=reference_of(args, start.vocab_size),
+        documents=args.exo_documents,
         train_tokens=args.train_tokens,
     )
 

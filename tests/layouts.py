@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_exo import standalone
 from megatron_exo.config import ExoConfig
 from megatron_exo.model.config import ExoTransformerConfig
+from megatron_exo.model.documents import DocumentMask
 from megatron_exo.shards import load_whole_state
 from megatron_exo.standalone import Z_LOSS_WEIGHT, StandaloneModel
 from tests.plain_reference import PlainSizes
@@ -65,6 +66,7 @@ class Trainer(StandaloneModel):
         layout: Layout,
         state: Mapping[str, Tensor] | None = None,
         init_recipe: str = "paper",
+        document_mask: DocumentMask | None = None,
         **optimizer: Any,
     ) -> None:
         start_parallel_state(layout)
@@ -77,6 +79,7 @@ class Trainer(StandaloneModel):
             rotary_base=int(sizes.rotary_base),
             tied=sizes.tied,
             init_recipe=init_recipe,
+            document_mask=document_mask,
             ddp=DistributedDataParallelConfig(
                 use_distributed_optimizer=layout.distributed_optimizer,
                 overlap_grad_reduce=layout.overlap,

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from pydoc_data.topics import topics
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from megatron_exo.data.preprocess import preprocess
+from megatron_exo.data.provider import check_data_arguments
 from megatron_exo.data.tokenizer_training import train_tokenizer
 from megatron_exo.data.tokenizers import TokenizerSpec
+from megatron_exo.errors import UserError
 from megatron_exo.pretrain import main
 from tests.programs import MODEL, RUN, Outcome, one_line, run_program
 
@@ -42,6 +46,14 @@ def pretrain(corpus: Path, *words: object, tokenizer: str = "tokenizer", **envir
     arguments += ["--tokenizer-model", str(corpus / f"{tokenizer}.model")]
     arguments += ["--data-path", str(corpus / "data"), "--split", "80,10,10"]
     return run_program(main, [*arguments, *words], environment=environment)
+
+
+@pytest.mark.parametrize("missing", [None, -1])
+def test_documents_are_not_masked_without_a_token_that_separates_them(missing: int | None) -> None:
+    with pytest.raises(
+        UserError, match=r"--exo-documents masked needs a token .* pass another tokenizer, or --exo-doc"
+    ):
+        check_data_arguments(Namespace(exo_documents="masked"), SimpleNamespace(eod=missing))
 
 
 MEGATRONS = [

@@ -48,6 +48,14 @@ COMMAND_LINES: list[tuple[str, int, str]] = [
     (f"{MODEL} {RUN} {MOCK_DATA} --exo-drop-current q", 1, "interventions at inference"),
     (f"{MODEL} {RUN} {MOCK_DATA} --exo-z-loss-weight -1", 1, "must not be negative, got -1.0; pass 0 for none"),
     (
+        f"{MODEL} {RUN} {MOCK_DATA} --reset-attention-mask",
+        1,
+        "--reset-attention-mask does not reach an ExoFormer's attention; pass --exo-documents masked or restarted",
+    ),
+    (f"{MODEL} {RUN} {MOCK_DATA} --reset-position-ids", 1, "--reset-position-ids does not reach .* --exo-documents"),
+    (f"{MODEL} {RUN} {MOCK_DATA} --exo-documents restarted --position-embedding-type none", 1, "is about rotary posit"),
+    (f"{MODEL} {RUN} {MOCK_DATA} --exo-documents apart", 2, "argument --exo-documents: invalid choice: 'apart'"),
+    (
         f"{MODEL} {RUN} {MOCK_DATA} --use-megatron-fsdp",
         1,
         "--use-megatron-fsdp is not supported with ExoFormer; leave it",

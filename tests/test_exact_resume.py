@@ -21,6 +21,10 @@ SAME_LAYOUT = {
     "dp2": (2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
     "tp2 sp": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
     "pp2": (2, "--pipeline-model-parallel-size 2"),
+    "pp2 vpp2, documents masked": (
+        2,
+        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --exo-documents masked",
+    ),
     "bf16": (1, "--bf16"),
     # The momentum of each of the eight updates is another.
     "muon tp2": (2, "--optimizer muon --exo-muon-split per-component --tensor-model-parallel-size 2"),

@@ -36,6 +36,7 @@ QUANTITIES = {
     "loss",
     "logits",
     "gradient",
+    "gradient with documents masked",
     "loss while training",
     "parameters changed by save and load",
     "loss after resume",
@@ -165,6 +166,7 @@ def _run_against_wrong_references(folder: str) -> tuple[Result, Result]:
     wrong = torch.load(path, weights_only=True)
     wrong["loss"] += 2e-3
     wrong["gradients"][WRONG] *= 1.01
+    wrong["masked"][WRONG] *= 1.01
     wrong["losses"][-1] -= 2e-3
     torch.save(wrong, path)
     compared = run_case(CASE, path, BOUNDS["fp32"])
@@ -189,7 +191,8 @@ def test_a_wrong_number_fails_its_stage_is_named_and_ends_nothing(
     assert [result.verdict(stage) for stage in STAGES] == ["pass", "FAIL", "FAIL", "FAIL", "pass", "pass"]
     assert not result.passed
     named = [line.removeprefix(f"FAIL {CASE}: ").rsplit(" ", 3)[0] for line in failures(result)]
-    assert named == ["loss", f"gradient of {WRONG}", "loss while training"]
+    masked = f"gradient with documents masked of {WRONG}"
+    assert named == ["loss", f"gradient of {WRONG}", masked, "loss while training"]
 
 
 def test_an_exception_ends_the_case_at_its_stage_in_one_line(against_wrong_references: tuple[Result, Result]) -> None:

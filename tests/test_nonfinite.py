@@ -164,10 +164,10 @@ def test_a_file_that_is_no_batch_is_refused(stopped: tuple[Path, Outcome], tmp_p
         read_batch(tmp_path / "missing.pt")
 
 
-def test_a_rank_that_reads_no_data_names_the_step(tmp_path: Path) -> None:
+def test_a_rank_that_keeps_no_batch_names_the_step(tmp_path: Path) -> None:
     megatrons = "Rank 1, device cpu, iteration 8: Unexpected result nan (message='found NaN in local grad norm')"
     args = Namespace(curr_iteration=6, rank=1)
-    with pytest.raises(UserError, match="found NaN in local grad norm, iteration 7; this rank reads no data"):
+    with pytest.raises(UserError, match="found NaN in local grad norm, iteration 7; this rank keeps no batch"):
         with batch_saved_when_not_finite(args, tmp_path / "folder"):
             raise RuntimeError(megatrons)
     assert not (tmp_path / "folder").exists()

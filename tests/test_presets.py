@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -77,6 +78,7 @@ def test_450m_is_the_papers_recipe() -> None:
     assert arguments["train_iters"] == 38_147
     assert arguments["hidden_size"] == arguments["num_attention_heads"] * arguments["kv_channels"]
     assert arguments["ffn_hidden_size"] == 2 * arguments["hidden_size"]
+    assert arguments["exo_documents"] == "masked"
 
 
 def test_presets_come_from_the_smallest_to_the_largest() -> None:
@@ -328,12 +330,14 @@ def test_depths_are_matched_at_the_widths_of_the_run() -> None:
 
 
 def parse_and_schedule(presets: dict[str, dict[str, Any]]) -> dict[str, tuple[dict[str, Any], list[float]]]:
-    """On one rank: the values as Megatron's parser reads them, and the rate of every step."""
+    """On one rank: the values as the parser reads them, Megatron's and ours, and the rate of every step."""
     from megatron.training.arguments import add_megatron_arguments
 
+    from megatron_exo.arguments import add_exo_arguments
     from megatron_exo.schedule import learning_rate
 
-    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    sys.argv = ["pretrain"]
+    parser = add_exo_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
     options = {action.dest: action.option_strings[0] for action in parser._actions}
     results = {}
     for preset, arguments in presets.items():
@@ -352,7 +356,7 @@ def in_megatron() -> dict[str, tuple[dict[str, Any], list[float]]]:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_megatrons_parser_reads_every_value_as_it_is(
+def test_the_parser_reads_every_value_as_it_is(
     preset: str, in_megatron: dict[str, tuple[dict[str, Any], list[float]]]
 ) -> None:
     parsed, _ = in_megatron[preset]

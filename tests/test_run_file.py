@@ -181,7 +181,7 @@ def test_the_plan_of_the_falsification_run_is_made_where_nothing_of_it_is(
         "32 layers, hidden size 1536, 16 heads of 96, FFN 3136, vocabulary 50,257",
         "depth and parameters, by FFN width, to dynamic-e-exoformer of 32 layers and FFN 3072: "
         "-0.00% of its parameters (-37,192), -0.00% of its FLOPs per token",
-        "190,735 steps of 262,144 tokens (128 sequences of 2,048), 50.00B tokens in all (35,840 more than asked for",
+        "190,735 steps of 262,144 tokens (128 sequences of 2,048, documents masked), 50.00B tokens in all (35,840 more",
         "dp 16: 16 processes, 2 micro-batches of 4 a step",
         "dry run: nothing was built or started",
         "not on this machine: dataset data/fineweb-edu",
@@ -220,7 +220,7 @@ def test_the_same_command_trains_the_same_file_at_a_small_size(command: list[obj
     )
     assert done.returncode == 0, done.stderr[-3000:]
     text = " ".join(done.stdout.split())
-    assert "4 steps of 256 tokens (8 sequences of 32), 1.0k tokens in all (24 more than asked for" in text
+    assert "4 steps of 256 tokens (8 sequences of 32, documents masked), 1.0k tokens in all (24 more" in text
     (run,) = (tmp_path / "runs" / "1B-50B").iterdir()
     assert run.name == "dynamic-e-nuresformer-5"
     records = map(json.loads, (run / "logs" / "metrics.jsonl").read_text().splitlines())

@@ -75,6 +75,8 @@ HOOKS: dict[str, set[str]] = {
         "pg_collection", "ddp_config", "data_parallel_random_init", "model_type"},
     "megatron.training.vocab_utils:calculate_padded_vocab_size": {
         "vocab_size", "make_vocab_size_divisible_by", "tensor_model_parallel_size", "logging_enabled"},
+    "megatron.core.models.gpt:GPTModel._preprocess": {"packed_seq_params"},
+    "megatron.core.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding.get_emb": {"max_seq_len"},
     "megatron.core.transformer.torch_norm:LayerNormBuilder.__call__": {"config", "hidden_size", "eps"},
     "megatron.training.training:num_floating_point_operations": {
         "args", "batch_size", "seqlen_squared_sum_in_batch", "total_real_tokens_in_batch"},
@@ -94,6 +96,7 @@ FIELDS: dict[str, set[str]] = {
         "random_seed", "sequence_length", "blend", "blend_per_split", "split", "tokenizer", "path_to_cache",
         "reset_position_ids", "reset_attention_mask", "eod_mask_loss", "create_attention_mask",
         "drop_last_partial_validation_sequence"},
+    "megatron.core.packed_seq_params:PackedSeqParams": {"qkv_format", "max_seqlen_q", "max_seqlen_kv", "cp_group"},
     "megatron.training.models.gpt:GPTModelConfig": {"transformer", "vocab_size", "should_pad_vocab", "seq_length"},
     "megatron.core.transformer.transformer_layer:TransformerLayerSubmodules": {
         "input_layernorm", "self_attention", "self_attn_bda", "pre_mlp_layernorm", "mlp", "mlp_bda",

@@ -27,6 +27,11 @@ def check_data_arguments(args: Namespace, tokenizer: Any) -> None:
         DatasetError: nothing to train on, a missing or damaged dataset, one made with another tokenizer, one with too
             few documents for its ``--split``, or validation sets that are no whole set.
     """
+    if args.exo_documents != "joined" and tokenizer.eod in (None, -1):
+        raise DatasetError(
+            f"--exo-documents {args.exo_documents} needs a token that separates documents, and the tokenizer names no "
+            "end of text; pass another tokenizer, or --exo-documents joined"
+        )
     if args.multiple_validation_sets:
         raise DatasetError(
             "--multiple-validation-sets is not supported: Megatron's losses of them depend on the layout of ranks; "
@@ -118,7 +123,8 @@ def build_datasets(
     args = get_args()
 
     def needed_on_this_rank() -> bool:
-        return is_first_or_last_pipeline_stage(vp_stage)
+        # Attention is on every stage, and so are the boundaries of documents.
+        return args.exo_documents != "joined" or is_first_or_last_pipeline_stage(vp_stage)
 
     builder = BlendedMegatronDatasetBuilder(
         MockGPTDataset if args.mock_data else dataset_class,

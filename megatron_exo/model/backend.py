@@ -38,7 +38,7 @@ def get_backend(transformer_impl: str) -> BackendSpecProvider:
     if transformer_impl == "local":
         return LocalBackend()
     if transformer_impl == "transformer_engine":
-        from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+        from megatron_exo.model.te_attention import TEBackend
 
-        return TESpecProvider()
+        return TEBackend()
     raise ValueError(f"transformer_impl {transformer_impl!r} is not supported; use local or transformer_engine")

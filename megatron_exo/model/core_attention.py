@@ -1,8 +1,8 @@
 """The local backend's core attention, over ``torch.nn.functional.scaled_dot_product_attention``.
 
 Megatron's own local attention keeps the [b, heads, s, s] probabilities and knows no context parallelism. This one
-leaves the choice of a kernel that keeps none to torch, on CPUs and on GPUs, and gathers keys and values over the
-context-parallel ranks.
+leaves the choice of a kernel that keeps none to torch, on CPUs and on GPUs, gathers keys and values over the
+context-parallel ranks, and masks documents from each other by attending to each of them by itself.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
 from megatron_exo.errors import UserError
+from megatron_exo.model.documents import Documents
 
 
 class SDPACoreAttention(torch.nn.Module):
@@ -70,11 +71,13 @@ class SDPACoreAttention(torch.nn.Module):
                 With context parallelism each is this rank's part of the sequence, s / cp, and is gathered here.
             attention_mask: bool, broadcastable to [b, heads, sq, all keys], true where attention is **forbidden**
                 (Megatron's convention). ``None`` with a causal mask type means causal.
+            packed_seq_params: :class:`Documents` that are masked from each other; within each, attention is causal.
 
         Returns:
             [sq, b, heads / tp * head_dim].
         """
-        if packed_seq_params is not None or attention_bias is not None:
+        documents = packed_seq_params
+        if not isinstance(documents, Documents | None) or attention_bias is not None:
             raise UserError(
                 "the local backend's attention takes neither packed sequences (THD) nor an attention bias; "
                 "pass an attention mask, or use --transformer-impl transformer_engine"
@@ -82,17 +85,24 @@ class SDPACoreAttention(torch.nn.Module):
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         is_causal = attention_mask is None and mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal)
         allowed = None if attention_mask is None else ~attention_mask
-        if self.cp_group is None:
-            return self._attend(query, key, value, allowed, is_causal)
-
-        if key.shape[0] != query.shape[0]:
-            raise UserError(
-                "a key-value cache cannot be used with context parallelism on the local backend; "
-                "generate with --context-parallel-size 1"
+        if self.cp_group is not None:
+            if key.shape[0] != query.shape[0]:
+                raise UserError(
+                    "a key-value cache cannot be used with context parallelism on the local backend; "
+                    "generate with --context-parallel-size 1"
+                )
+            key, value = gather_context(torch.stack([key, value], dim=1), self.cp_group).unbind(1)
+        if documents is not None:
+            if not is_causal or key.shape[0] != documents.max_seqlen_kv:
+                raise UserError(
+                    "documents are masked from each other in causal attention over whole rows alone; "
+                    "leave out the attention mask and the key-value cache"
+                )
+            return documents.join(
+                self._attend(*segments, allowed=None, is_causal=True) for segments in documents.split(query, key, value)
             )
-        key, value = gather_context(torch.stack([key, value], dim=1), self.cp_group).unbind(1)
-        if not is_causal:
-            return self._attend(query, key, value, allowed, is_causal=False)
+        if self.cp_group is None or not is_causal:
+            return self._attend(query, key, value, allowed, is_causal)
         # Each of this rank's two chunks of queries sees the keys up to its own end.
         size, rank = self.cp_group.size(), self.cp_group.rank()
         attended = []

@@ -10,6 +10,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
+from megatron_exo.model.documents import Documents
 from megatron_exo.model.loss import vocab_parallel_cross_entropy
 
 _STATE_OF_NORMS = "layernorm._extra_state"
@@ -27,6 +28,14 @@ class ExoGPTModel(GPTModel):
         super().__init__(*args, **kwargs)
         self.true_vocab_size = true_vocab_size
         self.register_load_state_dict_post_hook(_do_not_miss_state_of_norms)
+
+    def _preprocess(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> tuple[Any, ...]:
+        """Megatron's, with rotary embeddings [s / cp, b, 1, channels] that start anew where documents do."""
+        decoder_input, rotary, *rest = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
+        if isinstance(packed_seq_params, Documents) and packed_seq_params.restarts:
+            whole = self.rotary_pos_emb.get_emb(packed_seq_params.max_seqlen_q)
+            rotary = whole[packed_seq_params.positions.T].flatten(2, 3)
+        return decoder_input, rotary, *rest
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> ShardedStateDict:
         """Megatron's, but every backend loads every other's checkpoints, and every wire every other's.

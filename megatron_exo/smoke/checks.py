@@ -20,6 +20,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from torch import Tensor
 
 from megatron_exo import platform
+from megatron_exo.model.documents import DocumentMask
 from megatron_exo.shards import load_whole_state, named_shards
 from megatron_exo.smoke.cases import RESUMED_STEPS, SIZES, STAGES, STEPS, Bounds, Case, Deviation, Result
 from megatron_exo.smoke.compare import largest_difference, largest_relative_error, number_of_changed, relative_error
@@ -53,6 +54,7 @@ def record_reference(case: Case, path: Path) -> None:
     reference["loss"] = _loss(model, tokens[0], labels[0], forward_only=True)
     _loss(model, tokens[0], labels[0])
     reference["gradients"] = model.whole("main_grad")
+    reference["masked"] = _with_documents_masked(model, tokens[0], labels[0])
     reference["losses"] = _train(model, case, range(STEPS))
     torch.save(reference, path)
 
@@ -87,8 +89,12 @@ def _stages(case: Case, reference_path: Path, bounds: Bounds, result: Result) ->
 
     _loss(model, tokens[0], labels[0])
     gradients = _present(model.whole("main_grad"))
-    yield [largest_relative_error("gradient", gradients, reference["gradients"], bounds.gradient)]
-    del gradients
+    masked = _with_documents_masked(model, tokens[0], labels[0])
+    yield [
+        largest_relative_error("gradient", gradients, reference["gradients"], bounds.gradient),
+        largest_relative_error("gradient with documents masked", masked, reference["masked"], bounds.gradient),
+    ]
+    del gradients, masked
 
     losses = _train(model, case, range(STEPS))
     yield [largest_difference("loss while training", losses, reference["losses"], bounds.training)]
@@ -165,6 +171,17 @@ def _batches(case: Case) -> tuple[Tensor, Tensor]:
 def _loss(model: StandaloneModel, tokens: Tensor, labels: Tensor, *, forward_only: bool = False) -> float:
     losses = model.forward_backward(tokens, labels, micro_batch_size=len(tokens), forward_only=forward_only)
     return _present(losses)["lm loss"]
+
+
+def _with_documents_masked(model: StandaloneModel, tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    """The gradients where each row is four documents, of one token and of others."""
+    length, separator = tokens.shape[1], 0
+    tokens = tokens.clamp(min=separator + 1)
+    tokens[:, [length // 7, length // 3, length // 3 + 1]] = separator
+    model.document_mask = DocumentMask(separator)
+    _loss(model, tokens, labels)
+    model.document_mask = None
+    return _present(model.whole("main_grad"))
 
 
 def _train(model: StandaloneModel, case: Case, steps: range) -> list[float]:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +238,30 @@ def test_losses_and_gradient_norms_of_tied_embeddings_are_those_of_one_process(r
         assert run_tied_on(layout).scalars(tag) == pytest.approx(run_tied_on(SINGLE).scalars(tag), rel=TOLERANCE), tag
 
 
+DOCUMENTS = "--exo-documents masked --full-validation"
+"""The separator is one of 64 tokens that are drawn at random: rows of 32 have none, one or several documents."""
+MASKED = {
+    SINGLE: (1, ""),
+    "pp2 vpp2": (2, f"{PP} --num-virtual-stages-per-pipeline-rank 2"),
+    "tp2 pp2 vpp2 sp": LAYOUTS["tp2 pp2 vpp2 sp"],
+    "pp2 cp2": (4, f"{PP} --context-parallel-size 2"),
+}
+"""Of four virtual stages, two get neither tokens nor labels, but attend like the others."""
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=pytest.mark.slow if MASKED[name][0] > 2 else []) for name in MASKED][1:]
+)
+def test_with_documents_masked_losses_and_gradient_norms_are_those_of_one_process(
+    start: Start, run_on: RunOn, layout: str
+) -> None:
+    run, single = (start(MASKED[name][0], f"{DOCUMENTS} {MASKED[name][1]}") for name in (layout, SINGLE))
+    for tag in ("lm loss", "grad-norm"):
+        assert run.scalars(tag) == pytest.approx(single.scalars(tag), rel=TOLERANCE), tag
+        assert run.scalars(tag) != pytest.approx(run_on(SINGLE).scalars(tag), rel=100 * TOLERANCE), tag
+    assert run.evaluations("validation") == pytest.approx(single.evaluations("validation"), rel=TOLERANCE)
+
+
 # -- the model ---------------------------------------------------------------------------------------------------------
 
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -293,7 +318,8 @@ class ByHand:
 REPLICATED = ("mixing.lambda_", "_post_norm", "anchor.", "q_layernorm", "input_layernorm", "dynamic_mixing.fc")
 
 
-def compute_by_hand(checkpoint: str) -> ByHand:
+def compute_by_hand(checkpoint: str, separator: int | None = None) -> ByHand:
+    """With a ``separator``, of sequences that are cut into the documents that begin there."""
     from megatron.core import dist_checkpointing
 
     state = {}
@@ -310,9 +336,10 @@ def compute_by_hand(checkpoint: str) -> ByHand:
         losses = []
         for begin in range(0, predictions, SIZES.seq_length):
             end = min(begin + SIZES.seq_length, predictions)
-            losses.append(
-                cross_entropy(model(tokens[None, begin:end])[0], tokens[begin + 1 : end + 1], reduction="sum")
-            )
+            begins = [place for place in range(begin + 1, end) if tokens[place] == separator]
+            for first, last in pairwise([begin, *begins, end]):
+                logits = model(tokens[None, first:last])[0]
+                losses.append(cross_entropy(logits, tokens[first + 1 : last + 1], reduction="sum"))
         return torch.stack(losses).sum() / predictions
 
     validation = mean_loss(VALIDATION, PREDICTIONS)
@@ -352,6 +379,14 @@ def test_the_test_loss_is_the_mean_over_every_whole_sequence_of_the_set(
 ) -> None:
     # Five sequences: as many iterations as the validation set takes, with more padding.
     assert run_on(layout).evaluations("test") == [pytest.approx(by_hand.test, rel=TOLERANCE)]
+
+
+def test_with_documents_masked_the_validation_loss_is_that_of_every_document_alone(start: Start) -> None:
+    run = start(1, f"{DOCUMENTS} {MASKED[SINGLE][1]}")
+    end_of_text = SIZES.vocab_size - 1  # NullTokenizer's
+    (expected,) = run_on_ranks(1, compute_by_hand, run.checkpoint, end_of_text)
+    assert run.evaluations("validation")[-1] == pytest.approx(expected.validation, rel=TOLERANCE)
+    assert run.evaluations("test") == [pytest.approx(expected.test, rel=TOLERANCE)]
 
 
 @pytest.mark.parametrize("layout", ["pp2", "dp2"])

@@ -83,7 +83,9 @@ def block_spec(config: GPTModelConfig, vp_stage: int | None = None) -> Transform
 def parse_arguments(arguments: Sequence[str]) -> Namespace:
     """Megatron's namespace for :data:`ARGUMENTS` and others after them."""
     sys.argv = ["plain_gpt", *ARGUMENTS, *arguments]
-    return parse_and_validate_args()
+    args: Namespace = parse_and_validate_args()
+    args.exo_documents = "joined"  # our datasets and batches ask
+    return args
 
 
 def train(arguments: Sequence[str]) -> list[tuple[float, int]] | None:
@@ -113,7 +115,7 @@ def _forward_step(
     losses: list[tuple[float, int]], data_iterator: Iterator[dict[str, Tensor]], model: torch.nn.Module
 ) -> tuple[Tensor, Any]:
     vp_stage = get_attr_wrapped_model(model, "vp_stage")
-    tokens, labels, loss_mask, attention_mask, position_ids = get_batch(
+    tokens, labels, loss_mask, attention_mask, position_ids, _ = get_batch(
         data_iterator, vp_stage, training=model.training
     )
     output = model(tokens, position_ids, attention_mask, labels=labels)

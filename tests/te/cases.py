@@ -14,5 +14,7 @@ VARIANTS = (
 )
 PLACES = ("tp1-rank0", "tp2-rank0", "tp2-rank1")
 """Tensor-parallel size and rank; with sequence parallelism where there are two."""
+PACKED = "documents packed end to end"
+"""What :mod:`tests.te.packed` found."""
 WRONGLY_FUSED = "dynamic-e-exoformer with the layers of e-exoformer"
 """The negative control, at the first place."""

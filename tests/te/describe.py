@@ -27,7 +27,7 @@ from megatron_exo.model.config import ExoTransformerConfig
 from megatron_exo.shards import named_shards
 from megatron_exo.variants import get_variant
 from tests.layouts import Layout, start_parallel_state, transformer_config
-from tests.te.cases import PLACES, SIZES, VARIANTS, WRONGLY_FUSED
+from tests.te.cases import PACKED, PLACES, SIZES, VARIANTS, WRONGLY_FUSED
 
 
 def main(backend: str, output: Path) -> None:
@@ -46,6 +46,11 @@ def main(backend: str, output: Path) -> None:
             if place == PLACES[0]:
                 wrong = build(configs["dynamic-e-exoformer"], spec_config=configs["e-exoformer"])
                 descriptions[WRONGLY_FUSED] = describe(wrong)
+    if backend == "transformer_engine":
+        from tests.te import packed
+
+        with playing(0, Layout()):
+            descriptions[PACKED] = packed.differences()
     output.write_text(json.dumps(descriptions))
 
 

@@ -19,7 +19,7 @@ import pytest
 
 from megatron_exo.variants import get_variant
 from tests.plain_reference import parameter_shapes
-from tests.te.cases import PLACES, SIZES, VARIANTS, WRONGLY_FUSED
+from tests.te.cases import PACKED, PLACES, SIZES, VARIANTS, WRONGLY_FUSED
 from tests.te.wheel import unpacked_wheel
 
 pytestmark = pytest.mark.slow
@@ -32,7 +32,7 @@ STATIC_LAYER = {
     "self_attention.linear_qkv": FUSED_LINEAR,
     "self_attention.q_layernorm": NORM,
     "self_attention.k_layernorm": NORM,
-    "self_attention.core_attention": "megatron.TEDotProductAttention",
+    "self_attention.core_attention": "megatron_exo.TEDocumentAttention",
     "self_attention.linear_proj": "megatron.TERowParallelLinear",
     "pre_mlp_layernorm": NOTHING,
     "mlp.linear_fc1": FUSED_LINEAR,
@@ -114,6 +114,16 @@ def test_parameters_are_cut_and_synchronised_as_those_of_the_local_backend(
 ) -> None:
     local, te = (described[backend][f"{variant} {place}"] for backend in ("local", "transformer_engine"))
     assert te["parameters"] == local["parameters"]
+
+
+def test_masked_documents_are_asked_for_as_packed_sequences(described: dict[str, dict[str, Any]]) -> None:
+    packed = described["transformer_engine"][PACKED]
+    assert packed["differences"].keys() == {"cp1-rank0", "cp2-rank0", "cp2-rank1"}
+    assert max(packed["differences"].values()) < 1e-6
+    # Transformer Engine's own exchange over context-parallel ranks would cut each document by itself.
+    assert packed["masks"] == ["padding_causal", "padding_causal_bottom_right", "padding_causal_bottom_right"]
+    assert packed["groups"] == [None, None, None]
+    assert packed["group afterwards"] == "the ranks that share a row"
 
 
 def start(arguments: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
