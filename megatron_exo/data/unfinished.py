@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -114,7 +115,8 @@ class UnfinishedDataset:
 
     def _save(self, state: Mapping[str, Any]) -> None:
         with replacing(self.folder / STATE) as file:
-            json.dump({"request": self._request, **state}, file)
+            content = {"request": self._request, **state}
+            json.dump(content | {"sha256": _digest(content)}, file)
 
     def finish(self, sidecar: Sidecar) -> None:
         """Write the index and the description, and check the whole.
@@ -249,14 +251,16 @@ def _load(folder: Path) -> dict[str, Any] | None:
     """
     try:
         state = json.loads((folder / STATE).read_text(encoding="utf-8"))
-        numbers = [state["documents"], state["tokens"]]
-        sound = all(type(number) is int and 0 <= number < 1 << 60 for number in numbers)
-        sound = sound and isinstance(state["request"], dict) and isinstance(state["complete"], bool)
-        state["position"]
+        sound = state.pop("sha256") == _digest(state)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         sound = False
     if not sound:
         raise UnfinishedError(f"{folder / STATE} is damaged; remove {folder} to begin anew")
     return state
+
+
+def _digest(state: Mapping[str, Any]) -> str:
+    """With it, what is read is what was written, and its values need no further check."""
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
