@@ -31,7 +31,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--tokenizer-type", choices=TOKENIZER_TYPES, help="with --tokenizer-model: GPT-2's tokenizer, to be recorded"
     )
     parser.add_argument("--tokenizer-model", metavar="PATH", help="its files, as for tools/preprocess_data.py")
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing dataset")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace an existing dataset, or unfinished work of another command"
+    )
     args = parser.parse_args(argv)
     if (args.tokenizer_type is None) != (args.tokenizer_model is None):
         parser.error("to record the tokenizer, pass both --tokenizer-type and --tokenizer-model")
@@ -59,6 +61,8 @@ def main(argv: list[str] | None = None) -> None:
         run(args)
     except (OSError, UserError) as error:
         sys.exit(f"convert_shards: {error}")
+    except KeyboardInterrupt:
+        sys.exit("convert_shards: interrupted")
 
 
 if __name__ == "__main__":

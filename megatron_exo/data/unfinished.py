@@ -207,6 +207,7 @@ def unfinished_dataset(
                 shutil.rmtree(folder)
             elif not dataset.complete and dataset._files:
                 dataset.save()
+                print(f"what is done is kept in {folder}; the same command goes on with it", file=sys.stderr)
             raise
         finally:
             dataset.close()

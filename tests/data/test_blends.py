@@ -43,6 +43,22 @@ def test_each_dataset_has_its_share_of_the_samples_however_small_it_is(
     assert Counter(notes.read_text().splitlines()) == {"0 0 0": 24, "1 1 1": 8}  # of 4 iterations of 8 samples
 
 
+def test_datasets_without_weights_are_read_once_and_a_run_that_needs_more_is_refused(
+    make_dataset: Callable[..., Path], tmp_path: Path
+) -> None:
+    large = make_dataset([[*range(1, 15)]] * 60, name="large")  # 26 samples of 32 tokens
+    small = make_dataset([[*range(16, 31)]] * 20, name="small")  # 9
+    notes = tmp_path / "notes"
+    arguments = f"{COMMON} --data-path {large} {small}".split()
+    outcome = run_program(main_that_notes_datasets, arguments, environment={"NOTES": str(notes)})
+    assert outcome.status == 0, outcome.err
+    assert len(notes.read_text().splitlines()) == 32
+    outcome = run_program(main, [*arguments, "--train-iters", "5"])
+    assert outcome.status == 1
+    assert "the training datasets hold 35 samples, the run takes 40: several datasets without weights" in outcome.err
+    assert "iteration 1/5" not in outcome.out
+
+
 def test_every_dataset_of_a_blend_is_checked(make_dataset: Callable[..., Path], tmp_path: Path) -> None:
     good, bad = make_dataset([[1, 2, 3]] * 100, name="good"), make_dataset([[1, 2, 99]] * 100, name="bad")
     for prefix, message in (

@@ -109,6 +109,32 @@ def test_the_same_command_goes_on_after_a_kill_to_the_same_files(
     assert went_on == (where != "before anything is saved")
 
 
+def test_an_interruption_keeps_what_is_done_and_not_what_is_half_done(
+    tmp_path: Path,
+    jsonl: Path,
+    sentencepiece_spec: TokenizerSpec,
+    whole: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    prefix, mark = tmp_path / "out", UnfinishedDataset.mark
+
+    def interrupted(self: UnfinishedDataset, position: Any) -> None:
+        if self.documents >= 6:  # written, but nothing says so
+            raise KeyboardInterrupt
+        mark(self, position)
+
+    monkeypatch.setattr(module, "_BATCH_DOCUMENTS", 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(UnfinishedDataset, "mark", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            preprocess([str(jsonl)], str(prefix), sentencepiece_spec)
+    assert f"what is done is kept in {prefix}.partial; the same command goes on with it" in capfd.readouterr().err
+    preprocess([str(jsonl)], str(prefix), sentencepiece_spec)
+    assert "going on after 4 documents" in capfd.readouterr().err
+    assert_same(prefix, whole)
+
+
 def test_killed_workers_end_and_the_rest_is_done_with_another_number_of_them(
     tmp_path: Path, jsonl: Path, sentencepiece_spec: TokenizerSpec, whole: Path
 ) -> None:
