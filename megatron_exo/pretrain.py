@@ -40,6 +40,7 @@ def _run() -> None:
 
     from megatron_exo import console, replay, schedule
     from megatron_exo.checkpoints.failed_saves import last_one_checked
+    from megatron_exo.data.enough import with_enough_samples
     from megatron_exo.data.full_validation import full_validation_datasets_provider
     from megatron_exo.data.provider import check_data_arguments, train_valid_test_datasets_provider
     from megatron_exo.data.sample_log import numbering
@@ -71,6 +72,7 @@ def _run() -> None:
         datasets_provider: Any = train_valid_test_datasets_provider
         if start.args.full_validation:  # from here on our datasets' matter, and hidden from Megatron
             datasets_provider, start.args.full_validation = full_validation_datasets_provider, False
+        datasets_provider = with_enough_samples(datasets_provider)
         if start.args.exo_log_samples:
             datasets_provider = numbering(datasets_provider)
         step = forward_step

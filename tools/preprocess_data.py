@@ -6,7 +6,8 @@
   python tools/preprocess_data.py --check data/train
 
 The output is used as '--data-path data/train': the prefix is taken as it is, nothing is appended to it.
-PREFIX.json records the tokenizer and the counts, so that training refuses another tokenizer.
+PREFIX.json records the tokenizer and the counts, so that training refuses another tokenizer. If the tool is killed, or
+the Hugging Face hub stops answering, the same command goes on where it stood (PREFIX.partial).
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         default="skip",
         help="what to do with a document without text, on which Megatron would fail (default: %(default)s, reported)",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing dataset")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace an existing dataset, or unfinished work of another command"
+    )
     parser.add_argument("--check", metavar="PREFIX", help="validate this dataset, all its tokens too, and stop")
     parser.add_argument("--vocab-size", type=int, help="with --check: the bound of token ids (default: PREFIX.json's)")
     args = parser.parse_args(argv)
@@ -116,6 +119,8 @@ def main(argv: list[str] | None = None) -> None:
         run(args) if args.check is None else check(args)
     except (OSError, UserError) as error:
         sys.exit(f"preprocess_data: {error}")
+    except KeyboardInterrupt:
+        sys.exit("preprocess_data: interrupted")
 
 
 if __name__ == "__main__":

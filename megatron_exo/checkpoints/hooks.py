@@ -21,9 +21,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_exo import console
 from megatron_exo.checkpoints import failed_saves, retention
-from megatron_exo.checkpoints.integrity import DIGEST_SUFFIX, MANIFEST, leave_digest, replacing
+from megatron_exo.checkpoints.integrity import DIGEST_SUFFIX, MANIFEST, leave_digest
 from megatron_exo.checkpoints.manifest import TOKENIZER_FOLDER, write_manifest
 from megatron_exo.checkpoints.reading import TRACKER
+from megatron_exo.files import replacing
 
 _MARKS = (MANIFEST, "metadata.json", ".metadata")
 """The files without which a folder is no checkpoint, the telling one first."""

@@ -10,11 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from megatron_exo.checkpoints.reading import DamagedCheckpointError, folder_of, read_index, steps_of
 
@@ -44,26 +43,6 @@ def take_digest(path: Path) -> str:
         return sha256_of(path)
     beside.unlink()
     return words[0]
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[TextIO]:
-    """A text file to write that takes the place of ``path`` only once it is whole and on the disk."""
-    temporary = path.with_name(f".{path.name}.new")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)  # the new name, too
-        finally:
-            os.close(folder)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:

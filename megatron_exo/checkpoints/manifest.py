@@ -24,16 +24,11 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 import megatron_exo
-from megatron_exo.checkpoints.integrity import (
-    FORMAT_VERSION,
-    MANIFEST,
-    digest_of,
-    replacing,
-    take_digest,
-)
+from megatron_exo.checkpoints.integrity import FORMAT_VERSION, MANIFEST, digest_of, take_digest
 from megatron_exo.checkpoints.reading import DamagedCheckpointError, read_index, read_shared_state
 from megatron_exo.checkpoints.sources import describe_data, describe_tokenizer, tokenizer_files
 from megatron_exo.config import ExoConfig
+from megatron_exo.files import replacing
 from megatron_exo.variants import name_of
 
 TOKENIZER_FOLDER = "tokenizer"

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megatron_exo.checkpoints.integrity import replacing, sha256_of
+from megatron_exo.checkpoints.integrity import sha256_of
 from megatron_exo.errors import UserError
+from megatron_exo.files import only_one_process, replacing, to_disk
 
 STATE = ".conversion.json"
 """What of an unfinished folder is finished, and what it is made of; not in the finished one."""
@@ -73,22 +72,15 @@ def unfinished(out: Path, identity: Mapping[str, Any]) -> Iterator[UnfinishedFol
         path.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
         raise UserError(f"{path} is a file, in the way of the unfinished folder; remove it") from None
-    lock = os.open(path, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UserError(f"another process is writing {path}; wait for it, or give another folder") from None
+    with only_one_process(path, "give another folder"):
         folder = UnfinishedFolder(path, identity, _finished(path, identity))
         yield folder
         for file in path.iterdir():
-            _to_disk(file)
-        os.fsync(lock)
+            to_disk(file)
+        to_disk(path)
         path.rename(out)
-        _to_disk(out.parent)
+        to_disk(out.parent)
         (out / STATE).unlink()  # only now: without it, a next start would not know OUT.partial for its own
-    finally:
-        os.close(lock)
 
 
 def _finished(path: Path, identity: Mapping[str, Any]) -> dict[str, str]:
@@ -111,11 +103,3 @@ def _read_state(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
     return state if is_ours else None
-
-
-def _to_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,33 +1,36 @@
 """Tokenise documents into a Megatron dataset, with several processes and bounded memory.
 
-The result depends on the inputs and the tokenizer alone: documents keep their order whatever the number of
-workers. Files appear under their final names only when they are complete and have passed validation.
+The result depends on the inputs and the tokenizer alone: documents keep their order whatever the number of workers, and
+however often the work was killed and begun again, which goes on where it stood. Files appear under their final names
+only when they are complete and have passed validation.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import multiprocessing
 import os
 import signal
-import warnings
+import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_exo.data.index_format import token_dtype
 from megatron_exo.data.progress import Progress
-from megatron_exo.data.readers import Document, DocumentReader
+from megatron_exo.data.readers import Document, DocumentReader, Position, StreamError
 from megatron_exo.data.sidecar import Sidecar
-from megatron_exo.data.tokenizers import Tokenizer, TokenizerError, TokenizerSpec, fingerprint
-from megatron_exo.data.validate import check_dataset
+from megatron_exo.data.tokenizers import Tokenizer, TokenizerError, TokenizerSpec, describe
+from megatron_exo.data.unfinished import UnfinishedDataset, describe_file, unfinished_dataset
 from megatron_exo.errors import UserError
 
 _BATCH_BYTES = 1 << 20  # of text per task: large against the cost of handing it over, small against memory
@@ -40,6 +43,10 @@ class PreprocessError(UserError):
     """A request that cannot be carried out: what, why, what instead."""
 
 
+class WorkersDiedError(PreprocessError):
+    """The work can go on where it stands."""
+
+
 @dataclass(frozen=True)
 class PreprocessResult:
     """What was written, and the documents without text that were left out."""
@@ -50,6 +57,14 @@ class PreprocessResult:
 
 
 @dataclass(frozen=True)
+class _Batch:
+    """Documents that are tokenised together, and the reader's position behind them."""
+
+    documents: list[Document]
+    position: Position
+
+
+@dataclass(frozen=True)
 class _Encoded:
     """A tokenised batch: all ids one after the other, and the length of each document (0: without text)."""
 
@@ -57,6 +72,7 @@ class _Encoded:
     lengths: list[int]
     sources: list[str]
     text_bytes: int
+    position: Position
 
 
 def preprocess(
@@ -73,6 +89,9 @@ def preprocess(
 ) -> PreprocessResult:
     """Write ``PREFIX.bin``, ``PREFIX.idx`` (Megatron's format) and ``PREFIX.json``; ``PREFIX`` is the ``--data-path``.
 
+    Until they are whole they are in the folder ``PREFIX.partial``, with which the next call with the same arguments
+    goes on if this one is killed, or a dataset cannot be streamed any further. ``workers`` may be others.
+
     Args:
         inputs, json_key, text_split: see :class:`megatron_exo.data.readers.DocumentReader`.
         append_eod: end every document with the tokenizer's end-of-document id.
@@ -82,9 +101,9 @@ def preprocess(
 
     Raises:
         InputError, TokenizerError: for what cannot be read.
-        PreprocessError: if the output exists, no document holds text, or ``skip_empty`` is false and one does not.
+        UnfinishedError: if the output exists, or something else is in its way.
+        PreprocessError: if no document holds text, or ``skip_empty`` is false and one does not.
     """
-    _refuse_overwriting(prefix, overwrite)
     tokenizer = tokenizer_spec.load()
     if append_eod and tokenizer.eod is None:
         raise TokenizerError(
@@ -92,127 +111,110 @@ def preprocess(
             "tokenizer_config.json, or pass --no-append-eod"
         )
     reader = DocumentReader(inputs, json_key, text_split)
-    builder_class, dtype = _builder_and_dtype(tokenizer.vocab_size)
-    encode = functools.partial(_encode, dtype=dtype.__name__, eod=tokenizer.eod if append_eod else None)
-    batches = _ordered_map(encode, _batches(reader), tokenizer, tokenizer_spec, workers)
-
-    Path(prefix).parent.mkdir(parents=True, exist_ok=True)
-    partial = f"{prefix}.partial-{os.getpid()}"
-    try:
-        builder = builder_class(f"{partial}.bin", dtype=dtype)
-        with contextlib.closing(builder.data_file), contextlib.closing(batches):
-            counts = _write(builder, batches, Progress("tokenise", reader.total_bytes), reader, skip_empty)
-        if counts.documents == 0:
-            raise PreprocessError(f"no document with text in {', '.join(inputs)}; nothing is written")
-        builder.finalize(f"{partial}.idx")
-        check_dataset(partial, vocab_size=tokenizer.vocab_size)
-        sidecar = Sidecar(
-            tokenizer_type=tokenizer_spec.type,
-            tokenizer_model=Path(tokenizer_spec.model).name,
-            tokenizer_sha256=tokenizer_spec.sha256(),
-            tokenizer_fingerprint=fingerprint(tokenizer),
-            vocab_size=tokenizer.vocab_size,
-            eod=tokenizer.eod,
-            append_eod=append_eod,
-            dtype=dtype.__name__,
-            documents=counts.documents,
-            tokens=counts.tokens,
-            empty_documents=counts.empty,
-            inputs=[name if name.startswith("hf:") else Path(name).name for name in inputs],
-        )
-        sidecar.save(f"{partial}.json")
-        _publish(partial, prefix)
-    finally:
-        for suffix in (".bin", ".idx", ".json"):
-            Path(partial + suffix).unlink(missing_ok=True)
-    return PreprocessResult(sidecar, counts.empty_shown)
-
-
-def _refuse_overwriting(prefix: str, overwrite: bool) -> None:
-    if Path(prefix).name == "" or Path(prefix).is_dir():
-        raise PreprocessError(f"{prefix} is a folder; --output-prefix is a path without suffix, such as {prefix}/train")
-    existing = [prefix + suffix for suffix in (".bin", ".idx", ".json") if os.path.exists(prefix + suffix)]
-    if existing and not overwrite:
-        raise PreprocessError(f"{' and '.join(existing)} exist(s) already; pass --overwrite or another --output-prefix")
-
-
-def _publish(partial: str, prefix: str) -> None:
-    """Rename the finished files, the index first to go and last to come: without it there is no dataset."""
-    Path(f"{prefix}.idx").unlink(missing_ok=True)
-    for suffix in (".bin", ".json", ".idx"):
-        os.replace(partial + suffix, prefix + suffix)
-
-
-def _builder_and_dtype(vocab_size: int) -> tuple[type[Any], type[Any]]:
-    """Megatron's builder, and the type that it would choose for the ids of a vocabulary."""
-    with warnings.catch_warnings():  # about kernels that tokenising does not use
-        warnings.simplefilter("ignore")
-        from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
-    return IndexedDatasetBuilder, DType.optimal_dtype(vocab_size)
+    dtype = token_dtype(tokenizer.vocab_size)
+    made_with = describe(tokenizer_spec, tokenizer)
+    request = {
+        "made of": "texts",
+        # A Hugging Face dataset says itself whether it is the same when it is opened again.
+        "inputs": [item if isinstance(item, str) else describe_file(item) for item in reader.inputs],
+        "json_key": json_key,
+        "text_split": text_split,
+        "append_eod": append_eod,
+        "skip_empty": skip_empty,
+        **made_with,
+    }
+    lasting = (StreamError, WorkersDiedError)
+    with unfinished_dataset(prefix, dtype, request, overwrite=overwrite, lasting=lasting) as dataset:
+        so_far = _SoFar.load(dataset.position)
+        if not dataset.complete:
+            reader = DocumentReader(inputs, json_key, text_split, so_far.reader)
+            encode = functools.partial(_encode, dtype=dtype.name, eod=tokenizer.eod if append_eod else None)
+            batches = _ordered_map(encode, _batches(reader), tokenizer, tokenizer_spec, workers)
+            with contextlib.closing(batches):
+                so_far = _write(dataset, batches, so_far, reader, skip_empty)
+            if dataset.documents == 0:
+                raise PreprocessError(f"no document with text in {', '.join(inputs)}; nothing is written")
+            dataset.finish(
+                Sidecar(
+                    **made_with,
+                    vocab_size=tokenizer.vocab_size,
+                    eod=tokenizer.eod,
+                    append_eod=append_eod,
+                    dtype=dtype.name,
+                    documents=dataset.documents,
+                    tokens=dataset.tokens,
+                    empty_documents=so_far.empty,
+                    inputs=[name if name.startswith("hf:") else Path(name).name for name in inputs],
+                )
+            )
+        return PreprocessResult(dataset.publish(prefix), so_far.empty_shown)
 
 
 # -- writing ------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Counts:
-    documents: int
-    tokens: int
-    empty: int
-    empty_shown: list[str]
+@dataclass(frozen=True)
+class _SoFar:
+    """How far the work has come, beside what :class:`UnfinishedDataset` counts itself."""
+
+    reader: Position = dataclasses.field(default_factory=Position)
+    empty: int = 0
+    empty_shown: list[str] = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def load(cls, position: dict[str, Any] | None) -> _SoFar:
+        return cls() if position is None else cls(**position | {"reader": Position(**position["reader"])})
 
 
 def _write(
-    builder: Any, batches: Iterator[_Encoded], progress: Progress, reader: DocumentReader, skip_empty: bool
-) -> _Counts:
-    counts = _Counts(0, 0, 0, [])
-    text_bytes = 0
+    dataset: UnfinishedDataset, batches: Iterator[_Encoded], so_far: _SoFar, reader: DocumentReader, skip_empty: bool
+) -> _SoFar:
+    progress = Progress("tokenise", reader.total_bytes, so_far.reader.bytes_read)
+    documents, text_bytes = 0, 0
     for batch in batches:
-        begin = 0
-        for length, source in zip(batch.lengths, batch.sources, strict=True):
-            if length == 0:
-                description = f"document {counts.documents + counts.empty} ({source})"
-                if not skip_empty:
-                    raise PreprocessError(f"{description} is empty; remove it, or pass --empty-documents skip")
-                counts.empty += 1
-                if counts.empty <= _EMPTY_SHOWN:
-                    counts.empty_shown.append(description)
-                continue
-            builder.add_document(batch.ids[begin : begin + length], [length])
-            counts.documents += 1
-            begin += length
-        counts.tokens += begin
+        lengths = np.array(batch.lengths)
+        empty = np.flatnonzero(lengths == 0)
+        first = dataset.documents + so_far.empty
+        shown = [f"document {first + index} ({batch.sources[index]})" for index in empty[:_EMPTY_SHOWN]]
+        if shown and not skip_empty:
+            raise PreprocessError(f"{shown[0]} is empty; remove it, or pass --empty-documents skip")
+        dataset.append(batch.ids, lengths[lengths > 0])
+        so_far = _SoFar(batch.position, so_far.empty + len(empty), (so_far.empty_shown + shown)[:_EMPTY_SHOWN])
+        dataset.mark(dataclasses.asdict(so_far))
+        documents += len(lengths) - len(empty)
         text_bytes += batch.text_bytes
-        progress.update(counts.documents, text_bytes, reader.bytes_read)
-    progress.finish(counts.documents, text_bytes)
-    return counts
+        progress.update(documents, text_bytes, reader.bytes_read)
+    progress.finish(documents, text_bytes)
+    return so_far
 
 
 # -- tokenising ---------------------------------------------------------------------------------------------
 
 
-def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+def _batches(reader: DocumentReader) -> Iterator[_Batch]:
     batch: list[Document] = []
     size = 0
-    for document in documents:
+    for document in reader:
         batch.append(document)
         size += len(document.text)
         if size >= _BATCH_BYTES or len(batch) >= _BATCH_DOCUMENTS:
-            yield batch
+            yield _Batch(batch, reader.position)
             batch, size = [], 0
     if batch:
-        yield batch
+        yield _Batch(batch, reader.position)
 
 
-def _encode(batch: list[Document], tokenizer: Tokenizer, dtype: str, eod: int | None) -> _Encoded:
-    pieces = tokenizer.encode_batch([document.text if document.text.strip() else "" for document in batch])
+def _encode(batch: _Batch, tokenizer: Tokenizer, dtype: str, eod: int | None) -> _Encoded:
+    documents = batch.documents
+    pieces = tokenizer.encode_batch([document.text if document.text.strip() else "" for document in documents])
     if eod is not None:
         pieces = [[*ids, eod] if ids else ids for ids in pieces]
     return _Encoded(
         ids=np.array([index for ids in pieces for index in ids], dtype=dtype),
         lengths=[len(ids) for ids in pieces],
-        sources=[document.source for document in batch],
-        text_bytes=sum(len(document.text.encode()) for document in batch),
+        sources=[document.source for document in documents],
+        text_bytes=sum(len(document.text.encode()) for document in documents),
+        position=batch.position,
     )
 
 
@@ -221,18 +223,27 @@ _worker_tokenizer: Tokenizer
 
 def _start_worker(spec: TokenizerSpec) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the main process, which then ends the workers
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     global _worker_tokenizer
     _worker_tokenizer = spec.load()
 
 
-def _encode_in_worker(encode: Callable[..., _Encoded], batch: list[Document]) -> _Encoded:
+def _end_with_parent() -> None:
+    """A worker of a pool waits for ever if the main process is killed."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _encode_in_worker(encode: Callable[..., _Encoded], batch: _Batch) -> _Encoded:
     return encode(batch, tokenizer=_worker_tokenizer)
 
 
 def _ordered_map(
     encode: Callable[..., _Encoded],
-    batches: Iterator[list[Document]],
+    batches: Iterator[_Batch],
     tokenizer: Tokenizer,
     spec: TokenizerSpec,
     workers: int,
@@ -241,7 +252,9 @@ def _ordered_map(
     if workers <= 1:
         yield from (encode(batch, tokenizer=tokenizer) for batch in batches)
         return
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=_start_worker, initargs=(spec,))
+    pool = ProcessPoolExecutor(
+        workers, multiprocessing.get_context("spawn"), initializer=_start_worker, initargs=(spec,)
+    )
     pending: deque[Future[_Encoded]] = deque()
     try:
         for batch in batches:
@@ -251,6 +264,8 @@ def _ordered_map(
         while pending:
             yield pending.popleft().result()
     except BrokenProcessPool:
-        raise PreprocessError("a worker process died (out of memory?); try fewer --workers") from None
+        raise WorkersDiedError(
+            "a worker process died (out of memory?); try fewer --workers: the same command goes on where it stands"
+        ) from None
     finally:
         pool.shutdown(cancel_futures=True)

@@ -14,11 +14,13 @@ class Progress:
     Args:
         label: the first word of the line.
         total: the value of ``done`` at which the work is complete, in any unit; ``None`` if unknown.
+        begun_at: the value of ``done`` at the start, where an earlier start has done a part.
     """
 
-    def __init__(self, label: str, total: float | None = None) -> None:
+    def __init__(self, label: str, total: float | None = None, begun_at: float = 0.0) -> None:
         self.label = label
         self.total = total
+        self.begun_at = begun_at
         self._terminal = sys.stderr.isatty()
         self._interval = 0.5 if self._terminal else 10.0
         self._start = self._last = time.monotonic()
@@ -43,9 +45,9 @@ class Progress:
         )
         if done is None:
             line += f", took {_clock(seconds)}"
-        elif self.total and done > 0:
-            fraction = min(done / self.total, 1.0)
-            line += f", {fraction:.0%}, {_clock(seconds / fraction - seconds)} left"
+        elif self.total and done > self.begun_at:
+            left = max(self.total - done, 0.0) / (done - self.begun_at) * seconds
+            line += f", {min(done / self.total, 1.0):.0%}, {_clock(left)} left"
         # The carriage return and the padding overwrite the previous, possibly longer, line of a terminal.
         print(f"\r{line:<110}" if self._terminal else line, end=end, file=sys.stderr, flush=True)
 

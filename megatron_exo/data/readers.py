@@ -5,9 +5,12 @@ Every error names the file and the line (or row), so that a corpus of millions o
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -29,12 +32,34 @@ class InputError(UserError):
     """An input that cannot be read: which file, which line, why."""
 
 
+class StreamError(InputError):
+    """A dataset that cannot be streamed now, but perhaps later: what was read of it need not be read again."""
+
+
 @dataclass(frozen=True, slots=True)
 class Document:
     """A text and where it came from (``file:line``, ``file:row N`` or a file), for messages."""
 
     text: str
     source: str
+
+
+@dataclass(frozen=True)
+class Position:
+    """A place between two documents of a :class:`DocumentReader`'s inputs; all values are plain, as JSON has them.
+
+    Args:
+        input: which of ``DocumentReader.inputs``.
+        documents: how many of it have been read.
+        bytes_read: as ``DocumentReader.bytes_read``.
+        version, stream: of a Hugging Face dataset, which one it was, and where its stream stands.
+    """
+
+    input: int = 0
+    documents: int = 0
+    bytes_read: int = 0
+    version: str | None = None
+    stream: dict[str, Any] | None = None
 
 
 class DocumentReader:
@@ -45,31 +70,55 @@ class DocumentReader:
         json_key: the field of a JSON line, or the column of a Parquet file or Hugging Face dataset.
         text_split: whether a ``.txt`` file is one document (``file``) or one per block of lines
             (``blank-lines``).
+        start: begin at this :attr:`position` of an earlier reader of the same inputs.
 
     Raises:
         InputError: on construction for missing files and unknown formats; on iteration for unreadable content.
     """
 
-    def __init__(self, inputs: Sequence[str], json_key: str = "text", text_split: str = "file") -> None:
+    def __init__(
+        self, inputs: Sequence[str], json_key: str = "text", text_split: str = "file", start: Position | None = None
+    ) -> None:
         self.json_key = json_key
         self.text_split = text_split
+        self._start = start or Position()
+        self._input, self._documents = self._start.input, self._start.documents
+        self._hub: _HubStream | None = None
         self.inputs = [item for name in inputs for item in _expand(name)]
         sizes = [item.stat().st_size for item in self.inputs if isinstance(item, Path)]
         self.total_bytes = sum(sizes) if len(sizes) == len(self.inputs) else None
         """Size of all files on disk, compressed; ``None`` when one input is not a file."""
         self.bytes_read = 0
 
+    @property
+    def position(self) -> Position:
+        """Behind the document that was read last."""
+        version, stream = (None, None) if self._hub is None else (self._hub.version, self._hub.state())
+        return Position(self._input, self._documents, self.bytes_read, version, stream)
+
     def __iter__(self) -> Iterator[Document]:
-        for item in self.inputs:
-            if isinstance(item, str):
-                yield from _read_hub(item, self.json_key)
-            elif item.suffix == ".parquet":
-                yield from _read_parquet(item, self.json_key, self._advance)
-            elif _base_suffix(item) == ".txt":
-                read = _read_text_file if self.text_split == "file" else _read_text_blocks
-                yield from read(item, self._advance)
-            else:
-                yield from _read_json_lines(item, self.json_key, self._advance)
+        for number, item in enumerate(self.inputs):
+            if number < self._start.input:
+                self._advance(item.stat().st_size if isinstance(item, Path) else 0)
+                continue
+            skip = self._start.documents if number == self._start.input else 0
+            self._input, self._documents = number, skip
+            for document in self._read(item, skip):
+                self._documents += 1
+                yield document
+            self._hub = None
+
+    def _read(self, item: Path | str, skip: int) -> Iterator[Document]:
+        """The documents of an input after the first ``skip``, which are passed over as cheaply as the format allows."""
+        if isinstance(item, str):
+            self._hub = _HubStream(item, self.json_key, self._start if skip else Position())
+            return iter(self._hub)
+        if item.suffix == ".parquet":
+            return _read_parquet(item, self.json_key, self._advance, skip)
+        if _base_suffix(item) == ".txt":
+            read = _read_text_file if self.text_split == "file" else _read_text_blocks
+            return itertools.islice(read(item, self._advance), skip, None)
+        return _read_json_lines(item, self.json_key, self._advance, skip)
 
     def _advance(self, count: int) -> None:
         self.bytes_read += count
@@ -216,9 +265,12 @@ def _read_text_blocks(path: Path, advance: Advance) -> Iterator[Document]:
         yield Document("\n".join(block), f"{path}:{first}")
 
 
-def _read_json_lines(path: Path, key: str, advance: Advance) -> Iterator[Document]:
+def _read_json_lines(path: Path, key: str, advance: Advance, skip: int = 0) -> Iterator[Document]:
     for number, line in _lines(path, advance):
         if not line.strip():  # the customary empty last line
+            continue
+        if skip > 0:
+            skip -= 1
             continue
         source = f"{path}:{number}"
         try:
@@ -234,7 +286,7 @@ def _read_json_lines(path: Path, key: str, advance: Advance) -> Iterator[Documen
         yield _document(record, key, source)
 
 
-def _read_parquet(path: Path, key: str, advance: Advance) -> Iterator[Document]:
+def _read_parquet(path: Path, key: str, advance: Advance, skip: int = 0) -> Iterator[Document]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -247,33 +299,77 @@ def _read_parquet(path: Path, key: str, advance: Advance) -> Iterator[Document]:
             if key not in columns:
                 raise InputError(f"{path}: no column {key!r}; it has {', '.join(columns[:8])} (choose with --json-key)")
             for group in range(file.num_row_groups):
-                for batch in file.iter_batches(batch_size=1024, row_groups=[group], columns=[key]):
+                rows = file.metadata.row_group(group).num_rows
+                wanted = [group] if row + rows > skip else []
+                for batch in file.iter_batches(batch_size=1024, row_groups=wanted, columns=[key]):
                     for value in batch.column(0).to_pylist():
-                        yield _document({key: value}, key, f"{path}:row {row}")
+                        if row >= skip:
+                            yield _document({key: value}, key, f"{path}:row {row}")
                         row += 1
+                row += 0 if wanted else rows
                 advance(path.stat().st_size // file.num_row_groups)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: not a readable Parquet file after row {row} ({_first_line(error)})") from None
 
 
-def _read_hub(name: str, key: str) -> Iterator[Document]:
+class _HubStream:
+    """The documents of ``hf:NAME[:CONFIG[:SPLIT]]`` behind a position, and where the stream stands.
+
+    Raises:
+        InputError: no package datasets that is new enough, or a record without a text.
+        StreamError: the dataset cannot be streamed, or it is no longer the one that the position is in.
+    """
+
+    def __init__(self, name: str, key: str, start: Position) -> None:
+        self.name = name
+        self.key = key
+        self.row = start.documents
+        with self._stream_errors():
+            self._dataset, self.version = _open_hub(name, start.version)
+            if start.stream is not None and self.version == start.version:
+                self._dataset.load_state_dict(start.stream)
+        if start.stream is not None and self.version != start.version:
+            raise StreamError(f"{name}: it has changed since row {self.row} was read; pass --overwrite to begin anew")
+
+    def state(self) -> dict[str, Any]:
+        """Where the stream stands, behind the record that was read last."""
+        return self._dataset.state_dict()
+
+    def __iter__(self) -> Iterator[Document]:
+        with self._stream_errors():
+            for record in self._dataset:
+                yield _document(record, self.key, f"{self.name}:row {self.row}")
+                self.row += 1
+
+    @contextmanager
+    def _stream_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except InputError:
+            raise
+        except Exception as error:  # the hub's client raises whatever its many backends raise
+            reason = f"{type(error).__name__}: {_first_line(error)}"
+            raise StreamError(
+                f"{self.name}: cannot stream it from the Hugging Face hub after row {self.row} ({reason})"
+            ) from None
+
+
+def _open_hub(name: str, version: str | None) -> tuple[Any, str]:
+    """The streamed dataset, and what tells its content from another: a commit on the hub, a digest of local files.
+
+    Args:
+        version: of an earlier call, which is opened again if it can still be had.
+    """
     dataset, config, split = (*name.removeprefix("hf:").split(":"), "", "")[:3]
     try:
         import datasets
     except ImportError:
         raise InputError(f"{name}: needs the package datasets (pip install datasets)") from None
-    if getattr(datasets, "__version__", "4").split(".")[0] in ("1", "2", "3"):
+    if datasets.__version__.split(".")[0] in ("1", "2", "3"):
         raise InputError(f"{name}: needs datasets 4 or later; earlier ones can run a script that comes with the data")
-    row = 0
-    try:
-        for record in datasets.load_dataset(dataset, config or None, split=split or "train", streaming=True):
-            yield _document(record, key, f"{name}:row {row}")
-            row += 1
-    except InputError:
-        raise
-    except Exception as error:  # the hub's client raises whatever its many backends raise
-        reason = f"{type(error).__name__}: {_first_line(error)}"
-        raise InputError(f"{name}: cannot stream it from the Hugging Face hub after row {row} ({reason})") from None
+    revision = None if os.path.exists(dataset) else version
+    builder = datasets.load_dataset_builder(dataset, config or None, revision=revision)
+    return builder.as_streaming_dataset(split=split or "train"), str(builder.hash)
 
 
 def _document(record: dict[str, Any], key: str, source: str) -> Document:

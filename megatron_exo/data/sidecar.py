@@ -21,11 +21,11 @@ class Sidecar:
     """The content of ``PREFIX.json``. Paths are reduced to names, so that the file can travel with the data."""
 
     tokenizer_type: str
-    tokenizer_model: str
-    """Name of the tokenizer's file or folder."""
-    tokenizer_sha256: str
+    tokenizer_model: str | None
+    """Name of the tokenizer's file or folder; ``None``, as the two below, where the data came in tokens without it."""
+    tokenizer_sha256: str | None
     """Digest of the tokenizer's files (:meth:`megatron_exo.data.tokenizers.TokenizerSpec.sha256`)."""
-    tokenizer_fingerprint: str
+    tokenizer_fingerprint: str | None
     """Digest of what the tokenizer does (:func:`megatron_exo.data.tokenizers.fingerprint`)."""
     vocab_size: int
     eod: int | None
@@ -60,9 +60,8 @@ class Sidecar:
 
 
 _KINDS: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(
-        ("tokenizer_type", "tokenizer_model", "tokenizer_sha256", "tokenizer_fingerprint", "dtype"), (str,)
-    ),
+    **dict.fromkeys(("tokenizer_type", "dtype"), (str,)),
+    **dict.fromkeys(("tokenizer_model", "tokenizer_sha256", "tokenizer_fingerprint"), (str, type(None))),
     **dict.fromkeys(("vocab_size", "documents", "tokens", "empty_documents"), (int,)),
     "eod": (int, type(None)),
     "append_eod": (bool,),

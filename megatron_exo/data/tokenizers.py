@@ -112,6 +112,16 @@ def fingerprint(tokenizer: Tokenizer) -> str:
     return hashlib.sha256(json.dumps(behaviour).encode()).hexdigest()
 
 
+def describe(spec: TokenizerSpec, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What a :class:`~megatron_exo.data.sidecar.Sidecar` records of the tokenizer that made a dataset."""
+    return {
+        "tokenizer_type": spec.type,
+        "tokenizer_model": Path(spec.model).name,
+        "tokenizer_sha256": spec.sha256(),
+        "tokenizer_fingerprint": fingerprint(tokenizer),
+    }
+
+
 class _SentencePiece:
     def __init__(self, file: Path) -> None:
         try:

@@ -1,17 +1,12 @@
 """Check a Megatron dataset (``PREFIX.bin`` and ``PREFIX.idx``) before a run depends on it.
 
-The layout of an index, all little-endian: ``MMIDIDX\\0\\0``, version 1 (u64), dtype code (u8), number of
-sequences S (u64), length D of the document table (u64); then S lengths in tokens (i32), S byte offsets into the
-``.bin`` (i64), and D sequence numbers at which documents begin, the last being S (i64).
-
-Both files are read as plain data, and every count is held against the size of the file before anything is
-allocated for it. Only numpy is imported.
+Both files are read as plain data (:mod:`megatron_exo.data.index_format`), and every count is held against the size of
+the file before anything is allocated for it. Only numpy is imported.
 """
 
 from __future__ import annotations
 
 import os
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,14 +14,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_exo.data.index_format import HEADER, MAGIC, TOKEN_DTYPES, VERSION
+from megatron_exo.data.shard_format import is_token_shard
 from megatron_exo.data.sidecar import Sidecar
 from megatron_exo.data.tokenizers import TokenizerError, TokenizerSpec, fingerprint
 from megatron_exo.errors import UserError
-
-_HEADER = struct.Struct("<9sQBQQ")
-_MAGIC = b"MMIDIDX\x00\x00"
-_TOKEN_DTYPES = {1: "uint8", 2: "int8", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-"""Megatron's dtype codes that can hold token ids (6 and 7 are floating point)."""
 
 _BLOCK = 1 << 22  # entries of the index, or tokens, looked at together
 _SAMPLE = 1 << 20  # tokens looked at from either end in the quick check
@@ -118,25 +110,19 @@ class _Index:
         self.idx_path, self.bin_path = f"{prefix}.idx", f"{prefix}.bin"
         for path in (self.idx_path, self.bin_path):
             if not os.path.isfile(path):
-                stem, suffix = os.path.splitext(prefix)
-                if suffix in (".bin", ".idx"):
-                    raise DatasetError(f"no dataset at {prefix}; give the path without {suffix}, that is {stem}")
-                raise DatasetError(
-                    f"no dataset at {prefix}: {path} is missing; make one with "
-                    "'python tools/preprocess_data.py --input FILES --output-prefix PREFIX ...'"
-                )
+                raise _missing(prefix, path)
         size = os.path.getsize(self.idx_path)
         with open(self.idx_path, "rb") as file:
-            header = file.read(_HEADER.size)
-        if len(header) < _HEADER.size:
-            raise self._broken(f"{size} bytes are fewer than the header's {_HEADER.size}")
-        magic, version, code, self.num_sequences, table_length = _HEADER.unpack(header)
-        if magic != _MAGIC or version != 1:
+            header = file.read(HEADER.size)
+        if len(header) < HEADER.size:
+            raise self._broken(f"{size} bytes are fewer than the header's {HEADER.size}")
+        magic, version, code, self.num_sequences, table_length = HEADER.unpack(header)
+        if magic != MAGIC or version != VERSION:
             raise DatasetError(f"{self.idx_path}: not a Megatron index (it begins {header[:12]!r})")
-        if code not in _TOKEN_DTYPES:
-            known = ", ".join(f"{key} {np.dtype(name).name}" for key, name in _TOKEN_DTYPES.items())
+        if code not in TOKEN_DTYPES:
+            known = ", ".join(f"{key} {np.dtype(name).name}" for key, name in TOKEN_DTYPES.items())
             raise DatasetError(f"{self.idx_path}: dtype code {code} is not one of the token types ({known})")
-        expected = _HEADER.size + 12 * self.num_sequences + 8 * table_length
+        expected = HEADER.size + 12 * self.num_sequences + 8 * table_length
         if size != expected:
             raise self._broken(
                 f"it is {size} bytes long, but {self.num_sequences} sequences and a document table of "
@@ -144,10 +130,10 @@ class _Index:
             )
         if self.num_sequences == 0 or table_length < 2:
             raise DatasetError(f"{self.idx_path}: the dataset is empty (it holds no documents)")
-        self.dtype = np.dtype(_TOKEN_DTYPES[code])
-        self.lengths = self._array("<i4", _HEADER.size, self.num_sequences)
-        self.pointers = self._array("<i8", _HEADER.size + 4 * self.num_sequences, self.num_sequences)
-        self.table = self._array("<i8", _HEADER.size + 12 * self.num_sequences, table_length)
+        self.dtype = np.dtype(TOKEN_DTYPES[code])
+        self.lengths = self._array("<i4", HEADER.size, self.num_sequences)
+        self.pointers = self._array("<i8", HEADER.size + 4 * self.num_sequences, self.num_sequences)
+        self.table = self._array("<i8", HEADER.size + 12 * self.num_sequences, table_length)
 
     def _array(self, dtype: str, offset: int, count: int) -> NDArray:
         return np.memmap(self.idx_path, dtype=dtype, mode="r", offset=offset, shape=(count,))
@@ -198,6 +184,27 @@ class _Index:
         return document_bounds[1:]
 
 
+def _missing(prefix: str, path: str) -> DatasetError:
+    """What to say where a file of a dataset is not there."""
+    stem, suffix = os.path.splitext(prefix)
+    for file in (f"{prefix}.bin", prefix):
+        if not os.path.isfile(f"{os.path.splitext(file)[0]}.idx") and is_token_shard(file):
+            return DatasetError(
+                f"no dataset at {prefix}: {file} is a shard of tokens without an index; make a dataset of it with "
+                f"'python tools/convert_shards.py --input {file} --output-prefix PREFIX'"
+            )
+    if suffix in (".bin", ".idx"):
+        return DatasetError(f"no dataset at {prefix}; give the path without {suffix}, that is {stem}")
+    if os.path.isdir(f"{prefix}.partial"):
+        return DatasetError(
+            f"no dataset at {prefix}: it is unfinished ({prefix}.partial); repeat the command that makes it"
+        )
+    return DatasetError(
+        f"no dataset at {prefix}: {path} is missing; make one with "
+        "'python tools/preprocess_data.py --input FILES --output-prefix PREFIX ...'"
+    )
+
+
 def _scan(
     index: _Index, document_ends: NDArray[np.int64], vocab_size: int | None, eod: int | None, scan_tokens: bool
 ) -> tuple[int, int | None, int]:
@@ -244,7 +251,7 @@ def check_sidecar(
     Args:
         prefix: a dataset that passed :func:`check_dataset`.
         tokenizer_type, tokenizer_model_path: as in ``--tokenizer-type`` and ``--tokenizer-model``; without a
-            path only the vocabulary's size is compared.
+            path, or for data that came in tokens, only the vocabulary's size is compared.
         vocab_size: the size of the run's tokenizer, before any padding.
 
     Returns:
@@ -267,13 +274,14 @@ def check_sidecar(
             f"{path} describes another dataset ({described} bytes) than {prefix}.bin ({size} bytes); "
             "make the dataset again, or remove the description to go on without this check"
         )
-    made_with = f"{sidecar.tokenizer_type} {sidecar.tokenizer_model} ({sidecar.vocab_size} tokens)"
+    named = " ".join(filter(None, (sidecar.tokenizer_type, sidecar.tokenizer_model)))
+    made_with = f"{named} ({sidecar.vocab_size} tokens)"
     remedy = "re-tokenise or pass the right --tokenizer-model"
     if vocab_size is not None and vocab_size != sidecar.vocab_size:
         raise DatasetError(
             f"dataset {prefix} was tokenised with {made_with}, the run's {tokenizer_type} has {vocab_size}; {remedy}"
         )
-    if tokenizer_model_path is not None:
+    if tokenizer_model_path is not None and sidecar.tokenizer_fingerprint is not None:
         try:
             spec = TokenizerSpec(tokenizer_type, str(tokenizer_model_path))
             same = spec.sha256() == sidecar.tokenizer_sha256

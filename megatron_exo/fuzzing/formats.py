@@ -64,6 +64,18 @@ def damage_pickle(data: bytes, rng: Random) -> bytes:
     return data[:place] + snippet + rest
 
 
+def damage_shard(data: bytes, rng: Random) -> bytes:
+    """Write telling numbers into the header of a shard, or damage its tokens and count them anew."""
+    header, tokens = bytearray(data[:1024]), data[1024:]
+    if rng.random() < 0.5:
+        number = rng.choice((*NUMBERS, len(tokens) // 2 - 1, len(tokens) // 2 + 1))
+        struct.pack_into("<I", header, 4 * rng.choice((0, 1, 2, 2, 3)), number % (1 << 32))
+    else:
+        tokens = damage_bytes(tokens, rng)
+        struct.pack_into("<i", header, 8, len(tokens) // 2)
+    return bytes(header) + tokens
+
+
 def damage_protobuf(data: bytes, rng: Random) -> bytes:
     """Damage, remove, repeat or move fields of the outermost message, whose lengths stay right."""
     fields, place = [], 0

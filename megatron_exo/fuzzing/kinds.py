@@ -20,9 +20,10 @@ from megatron_exo.fuzzing.formats import (
     damage_parquet,
     damage_pickle,
     damage_protobuf,
+    damage_shard,
     damage_zip,
 )
-from megatron_exo.fuzzing.samples import STEP
+from megatron_exo.fuzzing.samples import STEP, UNFINISHED
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,19 @@ def _read_sidecar(folder: Path) -> None:
     from megatron_exo.data.validate import check_sidecar
 
     check_sidecar(folder / "data", "SentencePieceTokenizer", folder / "tokenizer.model", 330)
+
+
+def _read_shard(folder: Path) -> None:
+    from megatron_exo.data.shard_conversion import convert_shards
+
+    convert_shards([str(folder / "shard.bin")], str(folder / "converted"), overwrite=True)
+
+
+def _read_unfinished(folder: Path) -> None:
+    from megatron_exo.data.unfinished import unfinished_dataset
+
+    with unfinished_dataset(str(folder / "unfinished"), *UNFINISHED):
+        pass
 
 
 def _read_documents(name: str, text_split: str = "file") -> Callable[[Path], None]:
@@ -173,6 +187,8 @@ _JSON = damage_json
 KINDS: dict[str, Callable[[], Kind]] = {
     "idx": lambda: Kind("data.idx", _read_dataset, [damage_index_fields]),
     "bin": lambda: Kind("data.bin", _read_dataset),
+    "shard": lambda: Kind("shard.bin", _read_shard, [damage_shard] * 3),
+    "unfinished": lambda: Kind("unfinished.partial/state.json", _read_unfinished, [_JSON]),
     "sidecar": lambda: Kind("data.json", _read_sidecar, [_JSON, _JSON]),
     "jsonl": lambda: Kind("texts.jsonl", _read_documents("texts.jsonl"), [damage_json_line]),
     "txt": lambda: Kind("texts.txt", _read_documents("texts.txt", "blank-lines")),

@@ -30,6 +30,7 @@ _PRELOAD = [
     "megatron_exo.data.validate",
 ]
 _PRELOAD += ["megatron_exo.convert.reference", "megatron_exo.curves", "megatron_exo.data.readers"]
+_PRELOAD += ["megatron_exo.data.shard_conversion"]
 _NO_MEMORY = ("bad_alloc", "allocate memory", "not enough memory", "out of memory", "malloc of size")
 
 

@@ -5,13 +5,18 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import struct
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+
 _ROOT = Path(__file__).resolve().parent.parent.parent
 STEP = "run/iter_0000004"
 """The checkpoint, in the folder of samples."""
+UNFINISHED = (np.dtype("<u2"), {"made of": "a sample"})
+"""Of an unfinished dataset among the samples: the type of its tokens, and the request for it."""
 _TEXTS = [
     f"Document {n}: the quick brown fox jumps over {n} lazy dogs, naïvely, at {n}.{n} km/h.\n\nA second "
     f"paragraph, with words such as anchor, projection, mixture and attention; {'and so on, ' * (n % 7)}to the end."
@@ -43,9 +48,27 @@ def make_samples(folder: Path) -> None:
     model = train_tokenizer([str(folder / "texts.jsonl")], str(folder / "tokenizer"), vocab_size=330)
     spec = TokenizerSpec("SentencePieceTokenizer", str(model))
     preprocess([str(folder / "texts.jsonl")], str(folder / "data"), spec)
+    _make_shard(folder / "shard.bin")
+    _make_unfinished(folder / "unfinished")
     _make_hugging_face(folder / "huggingface")
     _make_reference(folder / "reference.pt")
     _make_run(folder)
+
+
+def _make_shard(path: Path) -> None:
+    """There is no writer of shards here; tests hold the reader to one that is written byte by byte."""
+    tokens = np.arange(2000, dtype="<u2")
+    tokens[::100] = 50256
+    path.write_bytes(struct.pack("<iii1012x", 20240520, 1, len(tokens)) + tokens.tobytes())
+
+
+def _make_unfinished(prefix: Path) -> None:
+    from megatron_exo.data.unfinished import unfinished_dataset
+
+    with unfinished_dataset(str(prefix), *UNFINISHED) as dataset:
+        dataset.append(np.arange(300, dtype="<u2"), np.array([100, 200]))
+        dataset.mark({"reader": {"input": 0, "documents": 2}})
+        dataset.save()
 
 
 def _make_hugging_face(folder: Path) -> None:

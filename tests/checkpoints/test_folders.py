@@ -14,12 +14,12 @@ from megatron_exo.checkpoints.integrity import (
     damages,
     digest_of,
     leave_digest,
-    replacing,
     sha256_of,
     take_digest,
 )
 from megatron_exo.checkpoints.reading import TRACKER, folder_of, steps_of
 from megatron_exo.checkpoints.retention import DELETED, remove_old
+from megatron_exo.files import replacing
 
 
 def make(root: Path, step: int, *, whole: bool = True) -> Path:

@@ -187,7 +187,7 @@ PLACES: dict[str, tuple[object, str, int]] = {
     "before the configuration": (exporting, "_write_configuration", 1),
     "before the verification": (exporting, "_verify", 1),
     "before the card": (exporting, "model_card", 1),
-    "before the folder is renamed": (unfinished, "_to_disk", 3),
+    "before the folder is renamed": (unfinished, "to_disk", 3),
 }
 
 

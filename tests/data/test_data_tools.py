@@ -22,7 +22,9 @@ def load(tool: str) -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("tool", ["build_demo_corpus.py", "train_tokenizer.py", "preprocess_data.py"])
+@pytest.mark.parametrize(
+    "tool", ["build_demo_corpus.py", "train_tokenizer.py", "preprocess_data.py", "convert_shards.py"]
+)
 def test_help_explains_the_tool(tool: str) -> None:
     command = [sys.executable, str(TOOLS / tool), "--help"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -10,10 +10,14 @@ import numpy as np
 import pytest
 
 from megatron_exo.data import preprocess as module
+from megatron_exo.data import unfinished
 from megatron_exo.data.preprocess import PreprocessError, preprocess
-from megatron_exo.data.readers import Document, InputError
+from megatron_exo.data.readers import Document, InputError, Position
 from megatron_exo.data.sidecar import Sidecar
 from megatron_exo.data.tokenizers import Tokenizer, TokenizerError, TokenizerSpec
+from megatron_exo.data.unfinished import UnfinishedError
+
+BATCH = module._Batch([Document("Some text.", "here")], Position())
 
 
 def write_json_lines(path: Path, texts: list[str]) -> str:
@@ -80,11 +84,11 @@ def test_reading_stays_a_bounded_distance_ahead_of_writing(
 ) -> None:
     read = 0
 
-    def endless() -> Iterator[list[Document]]:
+    def endless() -> Iterator[module._Batch]:
         nonlocal read
         while True:
             read += 1
-            yield [Document("Some text.", "here")]
+            yield BATCH
 
     results = module._ordered_map(_encode_nothing, endless(), sentencepiece_spec.load(), sentencepiece_spec, workers=2)
     for consumed in range(1, 20):
@@ -93,16 +97,16 @@ def test_reading_stays_a_bounded_distance_ahead_of_writing(
     results.close()
 
 
-def _encode_nothing(batch: list[Document], tokenizer: Tokenizer) -> module._Encoded:
-    return module._Encoded(np.zeros(0, np.uint16), [], [], 0)
+def _encode_nothing(batch: module._Batch, tokenizer: Tokenizer) -> module._Encoded:
+    return module._Encoded(np.zeros(0, np.uint16), [], [], 0, batch.position)
 
 
-def _die(batch: list[Document], tokenizer: Tokenizer) -> module._Encoded:
+def _die(batch: module._Batch, tokenizer: Tokenizer) -> module._Encoded:
     os._exit(9)
 
 
 def test_the_death_of_a_worker_is_an_error_not_a_hang(sentencepiece_spec: TokenizerSpec) -> None:
-    batches = iter([[Document("Some text.", "here")]] * 3)
+    batches = iter([BATCH] * 3)
     with pytest.raises(PreprocessError, match="a worker process died"):
         list(module._ordered_map(_die, batches, sentencepiece_spec.load(), sentencepiece_spec, workers=2))
 
@@ -119,10 +123,6 @@ def test_the_description_records_tokenizer_and_counts(
     assert sidecar.tokens * 2 == (tmp_path / "out.bin").stat().st_size
     assert sidecar.inputs == ["texts.jsonl"]
     assert str(tmp_path) not in (tmp_path / "out.json").read_text()
-
-
-def test_a_large_vocabulary_is_stored_in_four_bytes() -> None:
-    assert [module._builder_and_dtype(size)[1] for size in (8192, 57601, 128256)] == [np.uint16, np.uint16, np.int32]
 
 
 def test_empty_documents_are_left_out_and_reported_by_number_and_source(
@@ -181,10 +181,10 @@ def test_a_failure_leaves_the_dataset_that_was_there(
     def fail(*args: object, **kwargs: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(module, "check_dataset", fail)
+    monkeypatch.setattr(unfinished, "check_dataset", fail)
     with pytest.raises(OSError, match="disk full"):
         preprocess([str(jsonl)], prefix, sentencepiece_spec, overwrite=True)
-    assert {name: (tmp_path / name).read_bytes() for name in names(tmp_path)} == before
+    assert {name: (tmp_path / name).read_bytes() for name in before} == before
 
 
 def test_an_existing_dataset_is_replaced_only_on_request(
@@ -193,7 +193,7 @@ def test_an_existing_dataset_is_replaced_only_on_request(
     prefix = tmp_path / "out"
     preprocess([str(jsonl)], str(prefix), sentencepiece_spec)
     one = write_json_lines(tmp_path / "one.jsonl", ["Only one."])
-    with pytest.raises(PreprocessError, match=r"out\.bin and .*out\.idx and .* --overwrite"):
+    with pytest.raises(UnfinishedError, match=r"out\.bin and .*out\.idx and .* --overwrite"):
         preprocess([one], str(prefix), sentencepiece_spec)
     preprocess([one], str(prefix), sentencepiece_spec, overwrite=True)
     assert len(documents_of(prefix)) == 1
@@ -207,5 +207,5 @@ def test_input_without_any_text_is_refused(tmp_path: Path, sentencepiece_spec: T
 
 
 def test_a_folder_is_not_a_prefix(tmp_path: Path, jsonl: Path, sentencepiece_spec: TokenizerSpec) -> None:
-    with pytest.raises(PreprocessError, match="is a folder"):
+    with pytest.raises(UnfinishedError, match="is a folder"):
         preprocess([str(jsonl)], str(tmp_path), sentencepiece_spec)

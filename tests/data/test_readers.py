@@ -3,12 +3,12 @@ from __future__ import annotations
 import gzip
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from megatron_exo.data.readers import Document, DocumentReader, InputError
+from megatron_exo.data.readers import Document, DocumentReader, InputError, Position, StreamError
 
 TEXTS = ["One.\n\nTwo, with a blank line.", "Grüße, 世界", "x" * 700_000, ""]
 
@@ -143,26 +143,64 @@ def test_progress_reaches_the_total(tmp_path: Path) -> None:
     assert reader.bytes_read == reader.total_bytes
 
 
-def test_a_hugging_face_dataset_is_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+@pytest.fixture
+def hub_folder(tmp_path: Path) -> Path:
+    """A Hugging Face dataset in a folder, which datasets reads as one of the hub: two files, 5 rows in all."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    pytest.importorskip("datasets")
+    folder = tmp_path / "org"
+    folder.mkdir()
+    for name, texts in (("train-0", ["One", "Two", "Three"]), ("train-1", ["Four", "Five"]), ("test-0", ["Six"])):
+        parquet.write_table(pyarrow.table({"text": texts}), folder / f"{name}.parquet", row_group_size=2)
+    return folder
 
-    def load_dataset(name: str, config: str | None, split: str, streaming: bool) -> list[dict[str, str]]:
-        asked.append((name, config, split, streaming))
-        return [{"text": "One"}, {"text": "Two"}]
 
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
-    assert read("hf:org/name") == [Document("One", "hf:org/name:row 0"), Document("Two", "hf:org/name:row 1")]
-    read("hf:org/name:sample-10BT:validation")
-    assert asked == [("org/name", None, "train", True), ("org/name", "sample-10BT", "validation", True)]
+def test_a_hugging_face_dataset_is_streamed(hub_folder: Path) -> None:
+    texts = ["One", "Two", "Three", "Four", "Five"]
+    name = f"hf:{hub_folder}"
+    assert read(name) == [Document(text, f"{name}:row {row}") for row, text in enumerate(texts)]
+    assert [document.text for document in read(f"{name}:default:test")] == ["Six"]
 
 
-def test_an_unreachable_hub_and_a_missing_package_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load_dataset(*args: object, **kwargs: object) -> None:
-        raise ConnectionError("Couldn't reach the Hub\nafter 5 tries")
-
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
-    with pytest.raises(InputError, match=r"hf:x: cannot stream .*ConnectionError: Couldn't reach the Hub\)$"):
-        read("hf:x")
+def test_what_cannot_be_streamed_and_a_missing_package_are_one_line(
+    hub_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(StreamError, match=r"cannot stream .* after row 0 \(.*: .*nonesuch.*\)$") as caught:
+        read(f"hf:{hub_folder}:default:nonesuch")
+    assert "\n" not in str(caught.value)
+    with pytest.raises(InputError, match="no key 'body'; it has 'text'"):
+        read(f"hf:{hub_folder}", json_key="body")
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(InputError, match="pip install datasets"):
         read("hf:x")
+
+
+# -- going on -----------------------------------------------------------------------------------------------
+
+
+def test_reading_goes_on_behind_any_document_of_any_input(tmp_path: Path, hub_folder: Path) -> None:
+    """Also behind those of a position that was written as JSON, which is how it survives a crash."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    (tmp_path / "a.jsonl.gz").write_bytes(compress(b"\n" + json_lines(["0", "1"]) + b"\n" + json_lines(["2"]), ".gz"))
+    parquet.write_table(pyarrow.table({"text": list("34567")}), tmp_path / "b.parquet", row_group_size=2)
+    (tmp_path / "c.txt").write_text("8\n\n9")
+    inputs = [str(tmp_path / name) for name in ("a.jsonl.gz", "b.parquet", "c.txt")] + [f"hf:{hub_folder}"]
+    for split in ("file", "blank-lines"):
+        reader = DocumentReader(inputs, text_split=split)
+        whole, positions = [], []
+        for document in reader:
+            whole.append(document)
+            positions.append(json.loads(json.dumps(asdict(reader.position))))
+        assert len(whole) == (15 if split == "blank-lines" else 14)
+        for number, position in enumerate(positions, start=1):
+            assert list(DocumentReader(inputs, text_split=split, start=Position(**position))) == whole[number:]
+
+
+def test_a_dataset_that_has_changed_is_not_gone_on_with(hub_folder: Path) -> None:
+    name = f"hf:{hub_folder}"
+    reader = DocumentReader([name])
+    next(iter(reader))
+    position = reader.position
+    (hub_folder / "train-1.parquet").unlink()
+    with pytest.raises(StreamError, match="it has changed since row 1 was read; pass --overwrite to begin anew"):
+        list(DocumentReader([name], start=position))
