@@ -149,7 +149,13 @@ class StandaloneModel:
         self.config.grad_scale_func = self.optimizer.scale_loss
 
     def forward_backward(
-        self, tokens: Tensor, labels: Tensor, *, micro_batch_size: int = 1, forward_only: bool = False
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        *,
+        loss_mask: Tensor | None = None,
+        micro_batch_size: int = 1,
+        forward_only: bool = False,
     ) -> dict[str, float] | None:
         """Run one global batch in micro-batches.
 
@@ -157,6 +163,7 @@ class StandaloneModel:
             tokens: int64 [b, s], the same on every rank; data-parallel ranks take turns at its rows, and
                 context-parallel ranks share each sequence.
             labels: int64 [b, s].
+            loss_mask: float32 [b, s], 1 where a token counts; all do if ``None``.
 
         Returns:
             The mean ``lm loss`` and ``z loss`` over all tokens, on the last pipeline stage only.
@@ -168,13 +175,14 @@ class StandaloneModel:
         if self.optimizer is not None and not forward_only:
             self.optimizer.zero_grad()
         group = self.pg_collection.dp
-        mine = [part[group.rank() :: group.size()].to(platform.device()) for part in (tokens, labels)]
+        loss_mask = torch.ones(labels.shape) if loss_mask is None else loss_mask
+        mine = [part[group.rank() :: group.size()].to(platform.device()) for part in (tokens, labels, loss_mask)]
         mine = [part.split(micro_batch_size) for part in mine]
 
         def samples() -> Iterator[dict[str, Any]]:
-            for micro_tokens, micro_labels in zip(*mine, strict=True):
+            for micro_tokens, micro_labels, mask in zip(*mine, strict=True):
                 positions = torch.arange(tokens.shape[1], device=micro_tokens.device).expand_as(micro_tokens)
-                batch = {"tokens": micro_tokens, "labels": micro_labels, "positions": positions}
+                batch = {"tokens": micro_tokens, "labels": micro_labels, "positions": positions, "loss_mask": mask}
                 cp_group = self.pg_collection.cp
                 documents = self.document_mask and self.document_mask.of(micro_tokens, cp_group)
                 batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=cp_group)
@@ -293,5 +301,4 @@ def _forward_step(data_iterator: Iterator[dict[str, Any]], model: torch.nn.Modul
     batch = next(data_iterator)
     documents = batch["documents"]
     output = model(batch["tokens"], batch["positions"], None, labels=batch["labels"], packed_seq_params=documents)
-    mask = torch.ones(batch["labels"].shape, device=output.device)
-    return output, partial(reduce_loss, mask, z_loss_weight=Z_LOSS_WEIGHT)
+    return output, partial(reduce_loss, batch["loss_mask"], z_loss_weight=Z_LOSS_WEIGHT)
