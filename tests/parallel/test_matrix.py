@@ -51,8 +51,10 @@ ON_EIGHT: dict[Layout, list[str]] = {
     Layout(tp=4, sp=True, cp=2): ["gqa"],
 }
 BY_FOURS = [
-    layout for layout in ALL + SOURCE_WIRE if layout.world_size == 4 and layout.cp == 1 and layout.sp is (layout.tp > 1)
-] + [Layout(tp=2, pp=2), Layout(tp=2, cp=2), Layout(dp=2, cp=2)]
+    layout
+    for layout in ALL
+    if layout.world_size == 4 and layout.cp == 1 and layout.sp is (layout.tp > 1) and (layout.vpp == 1 or layout.dp > 1)
+] + [Layout(tp=2, pp=2), Layout(tp=2, sp=True, pp=2, wire="source"), Layout(tp=2, cp=2), Layout(dp=2, cp=2)]
 """Layouts for the longer runs: every two kinds of parallelism at once."""
 LONG = {Layout(tp=2, sp=True, pp=2, wire="source"), Layout(dp=2, cp=2)}
 """Layouts of the quick tier for the longer runs."""
