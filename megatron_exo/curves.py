@@ -6,6 +6,7 @@ import bisect
 import itertools
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,8 @@ AXES = ("tokens", "iterations")
 _TOKEN_UNITS = ((1e9, " (billions)"), (1e6, " (millions)"), (1e3, " (thousands)"))
 _LARGEST_COUNT = 1 << 63
 """Of iterations and tokens; what is beyond is no count, and cannot be drawn."""
+_IN_PICTURE = 4
+"""So many runs have their legend in the picture."""
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -139,6 +142,9 @@ def draw(
 ) -> None:
     """Draw training loss (thin) and validation loss (with markers) of all runs into one picture.
 
+    Runs whose names differ only by a number at their end, such as a seed, have one colour. The legend of many runs is
+    beside the picture, and names their training curves only where there is no other.
+
     Args:
         output: the picture; its ending says the format. Its folder is made if need be.
         x: ``tokens`` or ``iterations``.
@@ -150,7 +156,8 @@ def draw(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 5), layout="constrained")
+    is_beside = len(runs) > _IN_PICTURE
+    figure = Figure(figsize=(11 if is_beside else 8, 5), layout="constrained")
     if output.suffix.lstrip(".") not in FigureCanvasAgg(figure).get_supported_filetypes():
         raise CurveError(f"{output} does not end in a picture's format; use for example .png or .pdf")
     axes = figure.add_subplot()
@@ -160,9 +167,11 @@ def draw(
     def plot(run: Run, records: list[dict[str, Any]], **style: Any) -> None:
         axes.plot([run.position(r, x) / unit for r in records], [_loss(r) for r in records], **style)
 
-    for index, run in enumerate(runs):
-        color, sets = f"C{index}", run.validation_sets()
-        plot(run, run.train, color=color, alpha=0.45 if sets else 1.0, linewidth=1.2, label=f"{run.name}, training")
+    families = list(dict.fromkeys(_family(run) for run in runs))
+    for run in runs:
+        color, sets = f"C{families.index(_family(run))}", run.validation_sets()
+        label = "_" if is_beside and sets else f"{run.name}, training"  # which no legend shows
+        plot(run, run.train, color=color, alpha=0.45 if sets else 1.0, linewidth=1.2, label=label)
         for (name, records), dashes in zip(sets.items(), itertools.cycle(("-", "--", ":", "-.")), strict=False):
             label = f"{run.name}, validation{f' ({name})' if name else ''}: {_loss(records[-1]):.3f}"
             plot(run, records, color=color, linestyle=dashes, linewidth=1.6, marker="o", markersize=3.5, label=label)
@@ -176,9 +185,16 @@ def draw(
     axes.set_xlim(left=0)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=9)
+    if is_beside:
+        figure.legend(frameon=False, fontsize=8, loc="outside right upper")
+    else:
+        axes.legend(frameon=False, fontsize=9)
     output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output, dpi=150)
+
+
+def _family(run: Run) -> str:
+    return re.sub(r"[-_]\d+$", "", run.name)
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

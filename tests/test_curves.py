@@ -132,6 +132,20 @@ def test_the_picture_holds_every_curve_and_reference(tmp_path: Path) -> None:
         assert f"<!-- {text} -->" in picture  # the SVG writer names the glyphs it draws
 
 
+def test_seeds_share_a_colour_and_many_runs_have_their_legend_beside_them(tmp_path: Path) -> None:
+    runs = [
+        Run(f"{name}-{seed}", train=[train(10, 9.0), train(20, 8.0)], evaluations=[validation(20, 7.0 + seed)])
+        for name in ("gated", "exo")
+        for seed in (1, 2, 3)
+    ]
+    draw(runs, tmp_path / "curve.svg")
+    picture = (tmp_path / "curve.svg").read_text()
+    assert "<!-- exo-3, validation: 10.000 -->" in picture
+    assert "training -->" not in picture
+    assert {f"stroke: {color}" in picture for color in ("#1f77b4", "#ff7f0e")} == {True}
+    assert "stroke: #2ca02c" not in picture
+
+
 def test_the_tool_draws_and_tells(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / name, [train(10, 9.0), train(20, 8.0), validation(20, 8.5)]) for name in ("a", "b")]
     with (runs[0] / "logs" / "metrics.jsonl").open("a") as file:
