@@ -16,6 +16,8 @@ KINDS = ("tokenizer", "data", "seq-length", "batch-size")
 
 _SAMPLES = ("exo_documents", "reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 """Arguments that change what is learned from the same tokens."""
+_BEFORE_THERE_WAS = {"exo_documents": "joined"}
+"""What checkpoints did that do not have an argument yet."""
 _BATCHES = ("global_batch_size", "rampup_batch_size", "step_batch_size_schedule")
 _TRAINED_ON = ("all", "train")
 """The parts of a dataset that order and content of training samples depend on."""
@@ -39,7 +41,7 @@ def changes(saved: Namespace, manifest: Mapping[str, Any] | None, args: Namespac
         return
     for kind, names in (("data", _SAMPLES), ("seq-length", ("seq_length",)), ("batch-size", _BATCHES)):
         for name in names:
-            if (before := getattr(saved, name, None)) != (now := getattr(args, name)):
+            if (before := getattr(saved, name, _BEFORE_THERE_WAS.get(name))) != (now := getattr(args, name)):
                 yield kind, f"{name} {before}, not {now}"
 
 

@@ -20,6 +20,7 @@ from megatron_exo.data.tokenizer_training import train_tokenizer
 from megatron_exo.data.tokenizers import TokenizerSpec
 from megatron_exo.pretrain import main
 from megatron_exo.resume import check_load
+from megatron_exo.same_run import changes
 from tests.programs import MODEL, Outcome, one_line, run_program
 
 RUN = "--micro-batch-size 2 --lr 1e-3 --lr-decay-style constant --eval-iters 0 --eval-interval 9 --train-samples 32"
@@ -133,6 +134,13 @@ def test_a_change_is_named_with_both_values_and_can_be_meant(
     assert re.search(f"something else: {kind}: {message}; .* --exo-accept-change {kind}$", refusal(args))
     args.exo_accept_change = [kind]
     check(args)
+
+
+def test_a_checkpoint_from_before_documents_could_be_masked_is_of_joined_ones(args: Namespace) -> None:
+    saved = Namespace(**{name: value for name, value in vars(args).items() if name != "exo_documents"})
+    assert list(changes(saved, None, args)) == []
+    args.exo_documents = "masked"
+    assert list(changes(saved, None, args)) == [("data", "exo_documents joined, not masked")]
 
 
 def test_another_tokenizer_is_refused_by_what_it_does_and_for_weights_alone_too(args: Namespace, corpus: Path) -> None:
