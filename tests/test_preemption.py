@@ -65,6 +65,7 @@ def rank_of(job: subprocess.Popen[bytes], rank: str) -> psutil.Process:
     return found
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_rank_saves_and_ends_the_job_with_status_0_and_it_goes_on_from_there(
     tmp_path: Path, jobs: list[subprocess.Popen[bytes]]
 ) -> None:

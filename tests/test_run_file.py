@@ -208,7 +208,7 @@ SMALL = (
     "command",
     [
         pytest.param(["bash"], id="bash", marks=pytest.mark.slow),
-        pytest.param([Path(sys.executable).parent / "torchrun", "--standalone"], id="torchrun"),
+        pytest.param([Path(sys.executable).parent / "torchrun", "--standalone"], id="torchrun", marks=pytest.mark.slow),
     ],
 )
 def test_the_same_command_trains_the_same_file_at_a_small_size(command: list[object], tmp_path: Path) -> None:
