@@ -156,7 +156,7 @@ def _optimizer_problems(args: Namespace) -> Iterator[str]:
             if getattr(args, name) is not None:
                 yield f"{option(name)} belongs to --optimizer muon, not to {args.optimizer}; leave one of them out"
         return
-    if find_spec("emerging_optimizers") is None:
+    if find_spec("emerging_optimizers") is None and not args.dry_run:
         yield "--optimizer muon needs the package emerging-optimizers; bash tools/setup_env.sh muon installs it"
     if args.fp16:
         yield "--optimizer muon has no loss scaling for --fp16; use --bf16"

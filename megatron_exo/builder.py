@@ -117,9 +117,8 @@ class ExoModelBuilder(GPTModelBuilder):
         count = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
         size = resolve_ddp_bucket_size(ddp_config, pg_collection.dp_cp, ddp_config.overlap_grad_reduce, count)
         ddp_config.bucket_size = size
-        is_first = [
-            number == 0 for number in range(len(chunks))
-        ]  # others are reduced as one bucket, as are later stages
+        # Chunks but the first are reduced as one bucket, as are later stages.
+        is_first = [number == 0 for number in range(len(chunks))]
         return wrap_model_chunks_with_ddp(
             chunks,
             config.transformer,

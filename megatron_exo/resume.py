@@ -87,6 +87,11 @@ def check_load(args: Namespace, exo: ExoConfig) -> None:
             f"checkpoint {folder} is of another model: {'; '.join(differences)}; "
             "pass the arguments it was trained with, or another --load"
         )
+    if not starts_anew(args) and saved.optimizer != args.optimizer:
+        raise CheckpointError(
+            f"checkpoint {folder} was trained with --optimizer {saved.optimizer}, whose state does not fit "
+            f"{args.optimizer}; pass the one it was trained with, or --finetune to go on from its weights alone"
+        )
     if os.environ.get("RANK", "0") == "0":
         _check_same_run(folder, saved, args)
     has_decided = args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler

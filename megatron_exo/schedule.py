@@ -8,6 +8,8 @@ from typing import Any
 
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from megatron_exo.optimizer.recipe import recipe_from_args
+
 _POINTS = 10_000
 """Samples at which two schedules are compared, at most: each step of a short run, and evenly over a long one."""
 
@@ -95,16 +97,21 @@ def learning_rate(args: Namespace) -> Callable[[int], float]:
 
 
 def is_extension(saved: Namespace, args: Namespace) -> bool:
-    """Whether a run of another length would have had the same learning rates up to where the saved one stands.
+    """Whether a run of another length would have had the same updates up to where the saved one stands.
 
     It is then trained as if it had been planned so from the start: a run with a flat stretch (WSD) that has not begun
     to decay, or one whose rate does not depend on its length.
     """
     before, now = schedule_of(saved), schedule_of(args)
     free = {"decay samples", "WSD decay", "train samples"}
-    if any(before[name] != now[name] for name in before.keys() - free):
+    if any(before[name] != now[name] for name in before.keys() - free) or args.weight_decay_incr_style != "constant":
         return False
     consumed = saved.consumed_train_samples
+    if args.optimizer == "muon":  # whose momentum falls towards the end
+        plans = recipe_from_args(saved), recipe_from_args(args)
+        updates = range(consumed // saved.global_batch_size)
+        if any(len({plan.momentum(update, args.muon_momentum) for plan in plans}) > 1 for update in updates):
+            return False
     step = max(saved.global_batch_size, consumed // _POINTS, 1)
     rates = learning_rate(saved), learning_rate(args)
     return all(rates[0](samples) == rates[1](samples) for samples in [*range(0, consumed, step), consumed])

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,8 @@ def rehearse() -> tuple[Start, list[str]]:
     if model is not None and not Path(model).exists():
         args.tokenizer_type, args.vocab_size = "NullTokenizer", args.vocab_size or GPT2_VOCAB_SIZE
         lacks.append(f"tokenizer {model} (a vocabulary of {args.vocab_size:,} assumed)")
+    if args.optimizer == "muon" and find_spec("emerging_optimizers") is None:
+        lacks.append("package emerging-optimizers (bash tools/setup_env.sh muon)")
     check_arguments(args)
     with _megatrons_refusals():
         validate_args(args)

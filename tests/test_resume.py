@@ -177,6 +177,23 @@ def test_a_run_that_has_not_begun_to_decay_is_extended_as_if_planned_so(args: Na
     assert not is_extension(args, Namespace(**vars(args) | {"train_iters": 8, "lr_decay_iters": 8}))  # linear
 
 
+def test_a_run_whose_momentum_would_have_been_another_is_not_extended(args: Namespace) -> None:
+    flat = {"lr_decay_style": "constant", "optimizer": "muon", "exo_muon_momentum_warmup": 0}
+    for cooldown, same in ((0, True), (3, True), (4, False)):  # of four updates two are done, the second at 3 of 4
+        plan = vars(args) | flat | {"exo_muon_momentum_cooldown": cooldown}
+        longer = plan | {"train_iters": 8, "lr_decay_iters": 8}
+        assert is_extension(Namespace(**plan), Namespace(**longer)) is same, cooldown
+    growing = vars(args) | {"lr_decay_style": "constant", "weight_decay_incr_style": "linear"}
+    assert not is_extension(Namespace(**growing), Namespace(**growing | {"train_iters": 8, "lr_decay_iters": 8}))
+
+
+def test_the_state_of_another_optimizer_is_refused_by_name(args: Namespace) -> None:
+    args.optimizer = "muon"
+    with pytest.raises(CheckpointError, match="was trained with --optimizer adam, whose state does not fit muon"):
+        check_load(args, exo_of(args))
+    check_load(Namespace(**vars(args) | {"finetune": True}), exo_of(args))
+
+
 def test_a_folder_without_checkpoints_is_a_first_start_unless_one_is_demanded(args: Namespace, tmp_path: Path) -> None:
     args.load = str(tmp_path / "new")
     check_load(args, exo_of(args))
