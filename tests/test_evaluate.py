@@ -32,6 +32,7 @@ LAYOUTS = {
     "tp2 pp2": (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
 }
 WITHOUT_CACHE = {
+    "tp2 sp": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
     "tp2 sp cp2": (4, "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2"),
     "dp3": (3, ""),
 }

@@ -16,6 +16,7 @@ from megatron.core.transformer.enums import AttnBackend
 from torch import Tensor
 
 from megatron_exo.errors import UserError
+from megatron_exo.generation import Sampling, generate
 from megatron_exo.inference import ExoInferenceWrapper
 from megatron_exo.variants import VARIANTS
 from tests.layouts import Layout, Trainer
@@ -122,6 +123,28 @@ def test_a_prompt_may_be_prefilled_in_chunks(layout: Layout) -> None:
     for errors in _on_last_stage(layout, results):
         for case, error in zip(QUICK_CASES, errors, strict=True):
             assert error.max() < TOLERANCE, f"{case}: {error}"
+
+
+def _finished_texts() -> tuple[list[list[int]], list[list[int]]]:
+    """Of two prompts: whole, and the first finished after two tokens."""
+    trainer = _trainer(*QUICK_CASES[0], Layout())
+    settings: dict[str, Any] = {
+        "vocab_size": MHA.vocab_size,
+        "eod": None,
+        "longest": LENGTH,
+        "config": trainer.config,
+        "pg_collection": trainer.pg_collection,
+    }
+    arguments = trainer.chunks[0], [[5, 6], [7]], Sampling(max_new_tokens=5)
+    whole = generate(*arguments, **settings)
+    ended = generate(*arguments, **settings, is_finished=lambda row, tokens: row == 0 and len(tokens) == 2)
+    return whole, ended
+
+
+def test_a_text_that_needs_no_more_tokens_gets_none_and_the_others_go_on() -> None:
+    ((whole, ended),) = run_on_ranks(1, _finished_texts)
+    assert [len(text) for text in whole] == [5, 5]
+    assert ended == [whole[0][:2], whole[1]]
 
 
 def test_bf16_decodes_to_within_its_rounding_of_a_full_forward_pass() -> None:
