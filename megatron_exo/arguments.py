@@ -112,9 +112,17 @@ def add_exo_arguments(parser: ArgumentParser) -> ArgumentParser:
     group.add_argument(
         "--exo-start-timeout",
         type=float,
-        default=180.0,
+        default=run_file.START_TIMEOUT_S,
         metavar="SECONDS",
         help="how long ranks wait for each other at the start before they say who is missing (default: %(default)s)",
+    )
+    group.add_argument(
+        "--exo-lost-host-timeout",
+        type=float,
+        default=45.0,
+        metavar="SECONDS",
+        help="end the job when another host has given no sign of life for so long; 0: wait for it until a collective "
+        "times out (default: %(default)s)",
     )
     group.add_argument(
         "--exo-log-samples",

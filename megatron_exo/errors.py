@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ class UserError(ValueError):
 
 _PATIENCE_S = 60
 """torchrun ends all ranks as soon as the first exits: for so long, let it be the one that speaks."""
+_BROKEN = re.compile(r"gloo.*(Connection (closed|reset) by peer|Broken pipe)|remote process exited or there was a net")
+"""What gloo and NCCL say of a connection that another rank's end has broken."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
@@ -33,7 +36,7 @@ def one_line_errors(storage_hint: str = "") -> Iterator[None]:
     except UserError as error:
         leave(str(error))
     except BaseException as error:
-        trouble = _storage_trouble(error, storage_hint) or _checkpoint_trouble(error)
+        trouble = _storage_trouble(error, storage_hint) or _checkpoint_trouble(error) or _lost_contact(error)
         if trouble is None:
             raise
         leave(trouble, only_here=True)
@@ -88,3 +91,12 @@ def _checkpoint_trouble(error: BaseException) -> str | None:
         return None
     reasons = [f"{type(failure).__name__} on rank {rank}: {failure}" for rank, (failure, _) in failures.items()]
     return f"a checkpoint failed to {error.args[0]}: {'; '.join(reasons) or 'see what rank 0 says'}"
+
+
+def _lost_contact(error: BaseException) -> str | None:
+    """What to say if another rank's end has broken a connection: a traceback for each rank would hide the reason."""
+    text = str(error).strip()
+    if not isinstance(error, RuntimeError) or _BROKEN.search(text) is None:
+        return None
+    reason = re.sub(r"^\[\S+\] ", "", text.splitlines()[0])
+    return f"lost another rank: {reason}; what has ended that one is said by itself, or by what has started it"

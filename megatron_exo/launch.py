@@ -53,7 +53,7 @@ def with_demo(arguments: list[str]) -> list[str]:
 
 
 def main() -> None:
-    """Replace this process by torchrun over the polyglot, with as many ranks as asked for (default: one).
+    """Start torchrun over the polyglot, with as many ranks as asked for (default: one).
 
     ``--dry-run`` starts none: this process plans for all of them.
     """
@@ -65,15 +65,23 @@ def main() -> None:
         if "--dry-run" in training:
             os.environ |= {"WORLD_SIZE": str(planned_world_size(launcher)), "RANK": "0", "LOCAL_RANK": "0"}
         else:
-            command = torchrun_words(launcher, os.environ)
+            _start(torchrun_words(launcher, os.environ), training)
     if "--dry-run" in training:
         sys.argv[1:] = training
         train()
-        return
-    script = ROOT / "examples" / "pretrain_exoformer.sh"
+
+
+def _start(launcher: list[str], training: list[str]) -> None:
+    from megatron_exo import torchrun  # which takes seconds
+
+    timeout = run_file.value_of("--exo-start-timeout", training)
+    try:
+        timeout_s = float(timeout or run_file.START_TIMEOUT_S)
+    except ValueError:
+        raise UserError(f"--exo-start-timeout {timeout} is no number of seconds") from None
     # One thread a rank: several ranks share the cores of a machine without GPUs.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *command, str(script), *training])
+    torchrun.run(launcher, ROOT / "examples" / "pretrain_exoformer.sh", training, timeout_s)
 
 
 def torchrun_words(launcher: list[str], environment: Mapping[str, str]) -> list[str]:
@@ -99,9 +107,6 @@ def torchrun_words(launcher: list[str], environment: Mapping[str, str]) -> list[
             )
         first = first_host(environment["SLURM_JOB_NODELIST"])
         words = ["--node-rank", environment["SLURM_NODEID"], "--master-addr", first, *words]
-    if run_file.value_in(words, "--signals-to-handle") is None:
-        # torchrun dies alone of a signal that is not among these; these it passes on, and waits 30 s for the ranks.
-        words = ["--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1", *words]
     return words
 
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import signal
 import sys
 from argparse import Namespace
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_exo import platform
 from megatron_exo.errors import one_line_errors
-from megatron_exo.platform.children import end_children_with_this_process
+from megatron_exo.platform.children import end_children_with_this_process, end_with_torchrun
 
 if TYPE_CHECKING:
     from megatron_exo.startup import Start
@@ -26,6 +27,7 @@ def main() -> None:
     with one_line_errors(storage_hint=hint):
         platform.activate()
         end_children_with_this_process()
+        end_with_torchrun()
         if "--dry-run" in sys.argv:
             _show_plan()
         else:
@@ -44,20 +46,31 @@ def _run() -> None:
     from megatron_exo.data.full_validation import full_validation_datasets_provider
     from megatron_exo.data.provider import check_data_arguments, train_valid_test_datasets_provider
     from megatron_exo.data.sample_log import numbering
+    from megatron_exo.files import only_one_process
     from megatron_exo.forward_step import forward_step
     from megatron_exo.inference import pipeline_keywords
     from megatron_exo.nonfinite import batch_saved_when_not_finite
     from megatron_exo.optimizer.muon import register
     from megatron_exo.optimizer.recipe import recipe_from_args
     from megatron_exo.plan import format_plan
-    from megatron_exo.roll_call import Place, check_shared, format_places, gather_places
+    from megatron_exo.resume import folder_to_load
+    from megatron_exo.roll_call import Place, check_all_find, check_shared, format_places, gather_places
     from megatron_exo.startup import check_storage, connect, device_name, preview, training_plan, understand
 
     args = preview()
     log_dir = Path(args.save) / "logs" if args.save else None
-    with console.install(
-        log_dir, rank=args.rank, world_size=args.world_size, seq_length=args.seq_length, full=args.exo_log == "full"
-    ) as out:
+    with ExitStack() as stack:
+        if args.save is not None and args.rank == 0:
+            stack.enter_context(only_one_process(Path(args.save), "end that run, or pass another --save"))
+        out = stack.enter_context(
+            console.install(
+                log_dir,
+                rank=args.rank,
+                world_size=args.world_size,
+                seq_length=args.seq_length,
+                full=args.exo_log == "full",
+            )
+        )
         start = understand()
         if start.args.exit_signal_handler:  # what Megatron does at SIGTERM; clusters announce preemption by SIGUSR1
             signal.signal(signal.SIGUSR1, signal.getsignal(start.args.exit_signal))
@@ -85,6 +98,9 @@ def _run() -> None:
                 out.say(format_places(places))
             if start.args.save is not None:
                 check_shared(Path(start.args.save))
+            if start.args.load is not None:
+                found = folder_to_load(start.args)
+                check_all_find(f"--load {start.args.load}", found.name if found else None)
         with batch_saved_when_not_finite(start.args, Path(args.save or ".") / "not-finite"), last_one_checked():
             pretrain(
                 pretrain_cfg_container_from_args(start.args, start.model_config),

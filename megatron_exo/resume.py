@@ -37,6 +37,8 @@ _SHAPES = (
     "untie_embeddings_and_output_weights",
 )
 """Megatron's arguments that shapes follow from, beside the query groups and the axes of the variant."""
+_IN_OPTIMIZER_STATE = ("adam_beta1", "adam_beta2", "adam_eps")
+"""Arguments of which the optimizer's state, once it is loaded, has the values that count."""
 _LONGEST_TRACKER = 18
 """Digits of an iteration; more are no number that was written there."""
 
@@ -87,11 +89,8 @@ def check_load(args: Namespace, exo: ExoConfig) -> None:
             f"checkpoint {folder} is of another model: {'; '.join(differences)}; "
             "pass the arguments it was trained with, or another --load"
         )
-    if not starts_anew(args) and saved.optimizer != args.optimizer:
-        raise CheckpointError(
-            f"checkpoint {folder} was trained with --optimizer {saved.optimizer}, whose state does not fit "
-            f"{args.optimizer}; pass the one it was trained with, or --finetune to go on from its weights alone"
-        )
+    if not starts_anew(args):
+        _check_optimizer(folder, saved, args)
     if os.environ.get("RANK", "0") == "0":
         _check_same_run(folder, saved, args)
     has_decided = args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler
@@ -111,6 +110,22 @@ def check_load(args: Namespace, exo: ExoConfig) -> None:
         "--override-opt-param-scheduler to go on with this command line's, or --use-checkpoint-opt-param-scheduler "
         "to keep the checkpoint's"
     )
+
+
+def _check_optimizer(folder: Path, saved: Namespace, args: Namespace) -> None:
+    """Refuse another optimizer than the checkpoint's, or one with numbers that its state would go on without."""
+    way_out = "pass what it was trained with, or --finetune to go on from its weights alone"
+    if saved.optimizer != args.optimizer:
+        raise CheckpointError(
+            f"checkpoint {folder} was trained with --optimizer {saved.optimizer}, whose state does not fit "
+            f"{args.optimizer}; {way_out}"
+        )
+    found = [(name, getattr(saved, name), getattr(args, name)) for name in _IN_OPTIMIZER_STATE]
+    if changed := [f"{name} {before}, not {now}" for name, before, now in found if before != now]:
+        raise CheckpointError(
+            f"checkpoint {folder} has in its optimizer's state what Megatron goes on with: {'; '.join(changed)}; "
+            f"{way_out}"
+        )
 
 
 def _check_same_run(folder: Path, saved: Namespace, args: Namespace) -> None:
@@ -227,7 +242,7 @@ def _model_differences(saved: Namespace, args: Namespace, exo: ExoConfig) -> Ite
         yield f"variant {names[0]} ({values}), not {names[1]}"
     if _query_groups(saved) != _query_groups(args):
         yield f"num_query_groups {_query_groups(saved)}, not {_query_groups(args)}"
-    for name in _SHAPES if args.finetune else _SHAPES + POSITIONS:
+    for name in _SHAPES if args.finetune else _SHAPES + POSITIONS + ("layernorm_epsilon",):
         if getattr(saved, name) != getattr(args, name):
             yield f"{name} {getattr(saved, name)}, not {getattr(args, name)}"
 

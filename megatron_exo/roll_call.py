@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,106 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_exo.errors import UserError
+
+_POLL_S = 0.1
+
+
+@dataclass(frozen=True)
+class _Party:
+    """Who is called: ``count`` of a kind, of which this process is one, at the store of number 0."""
+
+    kind: str
+    number: int
+    count: int
+    address: str
+    port: int
+    timeout_s: float
+    where: str
+    """How a user says where they meet."""
+    own_numbers: str
+    """What to do if two have the same number."""
+    come: str
+    """What to do about those that have not come."""
+
+    @property
+    def me(self) -> str:
+        return f"{self.kind} {self.number} on {socket.gethostname()}"
+
+    def open_store(self, *, keeps_it: bool) -> dist.TCPStore:
+        """The store of number 0, which this process keeps or reaches.
+
+        Raises:
+            UserError: it cannot be had.
+        """
+        if not keeps_it:
+            self._knock()
+        try:
+            return dist.TCPStore(
+                self.address,
+                self.port,
+                is_master=keeps_it,
+                timeout=timedelta(seconds=self.timeout_s),
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
+        except Exception as error:
+            if "EADDRINUSE" in str(error):
+                raise UserError(
+                    f"{self.me} cannot keep port {self.port}, where the others would come: another program has it; "
+                    "end that, or choose another port for all of them"
+                ) from error
+            raise self._nobody_there(str(error).splitlines()[0]) from error
+
+    def _knock(self) -> None:
+        """Return once somebody listens: PyTorch's store would print its stack for every attempt that fails."""
+        deadline = time.monotonic() + self.timeout_s
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                with socket.create_connection((self.address, self.port), timeout=max(left, _POLL_S)):
+                    return
+            except OSError as error:
+                if left < _POLL_S:
+                    raise self._nobody_there(error.strerror or str(error)) from error
+            time.sleep(_POLL_S)
+
+    def _nobody_there(self, reason: str) -> UserError:
+        return UserError(
+            f"{self.me} cannot meet the others at {self.where}, within {self.timeout_s:.0f} s: {reason.lower()}; check "
+            f"the address, that the port is open, and that the host of {self.kind} 0 is up"
+        )
+
+    def answer(self, calls: dist.Store) -> None:
+        """Return when all have answered.
+
+        Raises:
+            UserError: some have not in time, or one came twice.
+        """
+        try:
+            times = calls.add(f"times/{self.number}", 1)
+            if times > 1:
+                raise UserError(
+                    f"{self.kind} {self.number} was started {times} times, here on {socket.gethostname()}; "
+                    f"{self.own_numbers}"
+                )
+            calls.set(f"pid/{self.number}", str(os.getpid()))
+            calls.set(f"host/{self.number}", socket.gethostname())
+            if calls.add("come", 1) == self.count:
+                calls.set("all have come", "")
+            deadline = time.monotonic() + self.timeout_s
+            while not calls.check(["all have come"]):  # and not wait(), at whose end PyTorch adds lines of its own
+                if time.monotonic() > deadline:
+                    missing = [number for number in range(self.count) if not calls.check([f"host/{number}"])]
+                    raise UserError(
+                        f"{len(missing)} of {self.count} {self.kind}s have not come within {self.timeout_s:.0f} s: "
+                        f"{ranges(missing)}; {self.come}, or give them more time with --exo-start-timeout"
+                    )
+                time.sleep(_POLL_S)
+        except dist.DistError as error:
+            raise UserError(
+                f"{self.me} has lost the store at {self.address}:{self.port}, its home has ended; see what "
+                f"{self.kind} 0 prints"
+            ) from error
 
 
 def call_roll(timeout_s: float) -> dist.Store:
@@ -33,53 +134,72 @@ def call_roll(timeout_s: float) -> dist.Store:
     Raises:
         UserError: the store cannot be reached, ranks are missing, or one was started twice; which, and on what host.
     """
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    patience, host = timedelta(seconds=timeout_s), socket.gethostname()
+    address, port = meeting_point()
+    ranks = _Party(
+        "rank",
+        int(os.environ["RANK"]),
+        int(os.environ["WORLD_SIZE"]),
+        address,
+        port,
+        timeout_s,
+        where=f"MASTER_ADDR {address}, MASTER_PORT {port}",
+        own_numbers="give each process a RANK of its own (0 to WORLD_SIZE - 1 over all nodes; LOCAL_RANK counts on one "
+        "node only)",
+        come="see what their nodes print",
+    )
     has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    try:
-        store = dist.TCPStore(
-            address,
-            port,
-            is_master=rank == 0 and not has_agent,
-            timeout=patience,
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
-    except Exception as error:
-        raise UserError(
-            f"rank {rank} on {host} cannot meet the others at MASTER_ADDR {address}, MASTER_PORT {port}, within "
-            f"{timeout_s:.0f} s; check the address, that the port is open, and that the node of rank 0 is up"
-        ) from error
-    attempt = dist.PrefixStore(f"megatron_exo/attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    calls = dist.PrefixStore("roll-call", attempt)
-    try:
-        times = calls.add(f"times/{rank}", 1)
-        if times > 1:
-            raise UserError(
-                f"rank {rank} was started {times} times, here on {host}; give each process a RANK of its own "
-                "(0 to WORLD_SIZE - 1 over all nodes; LOCAL_RANK counts on one node only)"
-            )
-        calls.set(f"host/{rank}", host)
-        if missing := _missing_after(calls, world_size, patience):
-            raise UserError(
-                f"{len(missing)} of {world_size} ranks have not come within {timeout_s:.0f} s: {ranges(missing)}; see "
-                "what their nodes print, or give them more time with --exo-start-timeout"
-            )
-    except dist.DistError as error:
-        raise UserError(
-            f"rank {rank} on {host} has lost the store at {address}:{port}, its home has ended; see what rank 0 prints"
-        ) from error
+    attempt = of_this_attempt(ranks.open_store(keeps_it=ranks.number == 0 and not has_agent))
+    ranks.answer(_calls(attempt))
     return attempt
 
 
-def _missing_after(calls: dist.Store, world_size: int, patience: timedelta) -> list[int]:
-    """The ranks that have not answered by then."""
-    try:
-        calls.wait([f"host/{rank}" for rank in range(world_size)], patience)
-    except dist.DistStoreError:
-        return [rank for rank in range(world_size) if not calls.check([f"host/{rank}"])]
-    return []
+def _calls(attempt: dist.Store) -> dist.Store:
+    return dist.PrefixStore("roll-call", attempt)
+
+
+def host_of(attempt: dist.Store, rank: int) -> str:
+    """Where a rank that has answered is."""
+    return _calls(attempt).get(f"host/{rank}").decode()
+
+
+def pid_of(attempt: dist.Store, rank: int) -> int:
+    """The process, on its host, of a rank that has answered."""
+    return int(_calls(attempt).get(f"pid/{rank}"))
+
+
+def meeting_point() -> tuple[str, int]:
+    """Address and port of the store of this process's job."""
+    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+
+
+def of_this_attempt(store: dist.Store) -> dist.Store:
+    """The part of a store that no earlier attempt of torchrun's has written."""
+    return dist.PrefixStore(f"megatron_exo/attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def call_nodes(number: int, count: int, address: str, port: int, timeout_s: float) -> dist.Store:
+    """:func:`call_roll` for nodes, before torchrun's agents meet there: those wait ten minutes and name nobody.
+
+    Returns:
+        The store, for the caller to hold: an agent in this process goes on with it.
+
+    Raises:
+        UserError: as :func:`call_roll`, of nodes.
+    """
+    nodes = _Party(
+        "node",
+        number,
+        count,
+        address,
+        port,
+        timeout_s,
+        where=f"--master-addr {address}, --master-port {port}",
+        own_numbers=f"give each a --node-rank of its own (0 to {count - 1})",
+        come=f"start each with its own --node-rank and --master-addr {address}",
+    )
+    store = nodes.open_store(keeps_it=number == 0)
+    nodes.answer(dist.PrefixStore("megatron_exo/nodes", store))
+    return store
 
 
 def ranges(numbers: Sequence[int]) -> str:
@@ -158,4 +278,24 @@ def check_shared(folder: Path) -> None:
         raise UserError(
             f"--save {folder} on {socket.gethostname()} is not the folder of rank 0; a checkpoint is written by all "
             "nodes into one folder, pass one that they share"
+        )
+
+
+def check_all_find(what: str, found: str | None) -> None:
+    """See that every rank has found the same.
+
+    Args:
+        what: where they have looked, as the command line says it.
+        found: what is there, by name.
+
+    Raises:
+        UserError: another rank has found something else; its host does not share that place.
+    """
+    every: list[tuple[str, str | None]] = [("", None)] * dist.get_world_size()
+    dist.all_gather_object(every, (socket.gethostname(), found))
+    host, theirs = every[0]
+    if found != theirs:
+        raise UserError(
+            f"{what} holds {found or 'no checkpoint'} on {socket.gethostname()}, and {theirs or 'none'} on {host}, the "
+            "host of rank 0; pass a folder that all nodes share"
         )

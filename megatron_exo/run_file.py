@@ -28,9 +28,13 @@ _NOT_IN_FILES = (OPTION, "--dry-run", "--help")
 
 LAUNCHER_OPTIONS = (
     "--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port", "--rdzv-backend",
-    "--rdzv-endpoint", "--rdzv-id", "--max-restarts", "--signals-to-handle",
+    "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--local-addr", "--max-restarts", "--monitor-interval",
+    "--shutdown-timeout", "--signals-to-handle", "--log-dir", "--tee",
 )  # fmt: skip
 """torchrun's; it takes underscores as well."""
+
+START_TIMEOUT_S = 180.0
+"""What ``--exo-start-timeout`` is by default, which the launcher reads as well as the ranks."""
 
 DATA_OPTIONS = ("--data-path", "--data-args-path", "--train-data-path", "--valid-data-path", "--test-data-path",
                 "--per-split-data-args-path", "--mock-data")  # fmt: skip
@@ -141,6 +145,18 @@ def _filled(
         return str(content.get(key, known[f"--{key}"].default) if on_command_line is None else on_command_line)
 
     return re.sub(r"\{([\w-]+)\}", look_up, value) if isinstance(value, str) else str(value)
+
+
+def value_of(option: str, given: Sequence[str]) -> str | None:
+    """What a command line says of an option, or else the run file that it names.
+
+    Raises:
+        RunFileError: the file cannot be read.
+    """
+    value, path = value_in(given, option), named_by(given)
+    if value is None and path is not None and (found := _read(path).get(option.removeprefix("--"))) is not None:
+        value = str(found)
+    return value
 
 
 def value_in(words: Sequence[str], option: str) -> str | None:

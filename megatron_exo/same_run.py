@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_exo.checkpoints.sources import describe_data, describe_tokenizer
+from megatron_exo.optimizer.recipe import MUON_OPTIONS, recipe_from_args
 
-KINDS = ("tokenizer", "data", "seq-length", "batch-size")
+KINDS = ("tokenizer", "data", "seq-length", "batch-size", "training")
 """What ``--exo-accept-change`` can name."""
 
 _SAMPLES = ("exo_documents", "reset_position_ids", "reset_attention_mask", "eod_mask_loss")
@@ -19,6 +20,26 @@ _SAMPLES = ("exo_documents", "reset_position_ids", "reset_attention_mask", "eod_
 _BEFORE_THERE_WAS = {"exo_documents": "joined"}
 """What checkpoints did that do not have an argument yet."""
 _BATCHES = ("global_batch_size", "rampup_batch_size", "step_batch_size_schedule")
+_TRAINING = (
+    "clip_grad",
+    "attention_dropout",
+    "hidden_dropout",
+    "exo_z_loss_weight",
+    "bf16",
+    "fp16",
+    "start_weight_decay",
+    "end_weight_decay",
+    "weight_decay_incr_style",
+)
+"""Arguments that the updates depend on, beside the learning rate and what an optimizer's state goes on with."""
+_MUON = (
+    "muon_momentum",
+    "muon_nesterov",
+    "muon_scale_mode",
+    "muon_extra_scale_factor",
+    "muon_coefficient_type",
+    "muon_num_ns_steps",
+)
 _TRAINED_ON = ("all", "train")
 """The parts of a dataset that order and content of training samples depend on."""
 
@@ -43,6 +64,20 @@ def changes(saved: Namespace, manifest: Mapping[str, Any] | None, args: Namespac
         for name in names:
             if (before := getattr(saved, name, _BEFORE_THERE_WAS.get(name))) != (now := getattr(args, name)):
                 yield kind, f"{name} {before}, not {now}"
+    yield from (("training", difference) for difference in _training_changes(saved, args))
+
+
+def _training_changes(saved: Namespace, args: Namespace) -> Iterator[str]:
+    is_muon = saved.optimizer == args.optimizer == "muon"
+    before, now = ({name: getattr(each, name, None) for name in _TRAINING} for each in (saved, args))
+    if is_muon:
+        for values, each in ((before, saved), (now, args)):
+            recipe = {name: getattr(recipe_from_args(each), field) for field, name in MUON_OPTIONS.items()}
+            values |= {name: getattr(each, name) for name in _MUON} | recipe
+            del values["exo_adam_lr"]  # of the schedule
+    for name, value in now.items():
+        if hasattr(saved, name) and before[name] != value:
+            yield f"{name} {before[name]}, not {value}"
 
 
 def starts_anew(args: Namespace) -> bool:

@@ -57,6 +57,7 @@ def schedule_of(args: Namespace) -> dict[str, Any]:
     final = getattr(args, f"lr_wsd_decay_{unit}")
     return {
         "lr": args.lr,
+        "exo_adam_lr": recipe_from_args(args).adam_lr if args.optimizer == "muon" else None,
         "min_lr": args.min_lr,
         "lr_warmup_init": args.lr_warmup_init,
         "lr_decay_style": args.lr_decay_style,

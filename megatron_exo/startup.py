@@ -33,6 +33,7 @@ from megatron_exo.arguments import add_exo_arguments, exo_config_from_args
 from megatron_exo.builder import ExoModelConfig, model_config_from_args
 from megatron_exo.config import ExoConfig
 from megatron_exo.errors import UserError
+from megatron_exo.lost_hosts import watch_hosts
 from megatron_exo.optimizer.recipe import recipe_from_args
 from megatron_exo.plan import Layout, Plan
 from megatron_exo.presets import GPT2_VOCAB_SIZE
@@ -176,6 +177,7 @@ def connect(start_timeout_s: float) -> ProcessGroupCollection:
         initialize._initialize_distributed(None, None, dist.HashStore())
     else:
         store = call_roll(start_timeout_s)
+        watch_hosts(store, get_args().exo_lost_host_timeout)
         store.set_timeout(timedelta(minutes=get_args().distributed_timeout_minutes))
         initialize._initialize_distributed(None, None, store)
     return ProcessGroupCollection.use_mpu_process_groups()

@@ -43,6 +43,10 @@ class Host:
             words = ["ip", "netns", "exec", self.name, *named]
             return subprocess.Popen(words, stdout=out, stderr=out, env=environment)
 
+    def set_cable(self, state: str) -> None:
+        """Pull the cable (``down``): nobody learns of it. Or plug it in again (``up``)."""
+        _ip("-n", self.name, "link", "set", "eth0", state)
+
     def processes(self) -> list[int]:
         """All that run there; torchrun's ranks outlive it and are in sessions of their own."""
         listed = subprocess.run(["ip", "netns", "pids", self.name], check=True, capture_output=True, text=True)
@@ -67,6 +71,8 @@ def hosts(number: int) -> Iterator[list[Host]]:
             _ip("netns", "add", host.name)
             stack.callback(_ip, "netns", "del", host.name)
             _ip("link", "add", f"exoveth{number}", "type", "veth", "peer", "name", "eth0", "netns", host.name)
+            # A connection that was cut off keeps a namespace, and what is in it, for minutes.
+            stack.callback(_ip, "link", "del", f"exoveth{number}")
             _ip("link", "set", f"exoveth{number}", "master", BRIDGE, "up")
             _ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", "eth0")
             _ip("-n", host.name, "link", "set", "eth0", "up")

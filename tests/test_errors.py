@@ -160,3 +160,19 @@ def test_pytorchs_writer_still_hides_that_a_disk_is_full() -> None:
     with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
         raise_storage_errors(write).__func__()
     assert raise_storage_errors(write).__func__(results_queue="a thread's") == (0, hidden.value)
+
+
+def test_the_end_of_another_rank_is_one_line_and_an_error_of_our_own_keeps_its_traceback(
+    ending: Callable[..., tuple],
+) -> None:
+    gloo = "[/build/gloo/gloo/transport/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:658. This is typical\nof"
+    assert ending(RuntimeError(gloo), RANK="3") == (
+        "Ended",
+        1,
+        "error: rank 3: lost another rank: Connection closed by peer [127.0.0.1]:658. This is typical; what has ended "
+        "that one is said by itself, or by what has started it\n",
+    )
+    wrong_size = "[enforce fail at /build/gloo/gloo/transport/tcp/pair.cc:446] op.preamble.length <= op.nbytes. 8 vs 4"
+    for error in (RuntimeError(wrong_size), RuntimeError("gloo: timed out"), ValueError(gloo)):
+        with pytest.raises(type(error)), one_line_errors(HINT):
+            raise error

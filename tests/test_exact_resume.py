@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ from tests.ranks import run_on_ranks
 
 RUN = "--micro-batch-size 1 --global-batch-size 4 --lr 1e-2 --lr-decay-style cosine --lr-warmup-iters 2 --eval-iters 1"
 RUN += " --train-iters 8 --eval-interval 3 --log-interval 1 --num-workers 0 --hidden-dropout 0.1 --exo-log-samples"
+WITHOUT_CHANCE = "--hidden-dropout 0 --make-vocab-size-divisible-by 16 --exo-init megatron"
+"""Nothing is drawn in training, padding is the same on every layout, and no first gradient is zero."""
 SAME_LAYOUT = {
     "1": (1, ""),
     "dp2": (2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
@@ -26,12 +29,26 @@ SAME_LAYOUT = {
         "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --exo-documents masked",
     ),
     "bf16": (1, "--bf16"),
+    # The loss scale doubles after every third update: in the second and in the fifth step after the resume.
+    "fp16": (1, "--fp16 --initial-loss-scale 1024 --loss-scale-window 3"),
     # The momentum of each of the eight updates is another.
     "muon tp2": (2, "--optimizer muon --exo-muon-split per-component --tensor-model-parallel-size 2"),
     "muon dp2": (
         2,
         "--optimizer muon --bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
     ),
+}
+
+
+SCALE = "shared state.optimizer.grad_scaler."
+"""What a checkpoint says of the loss scale."""
+OTHER_LAYOUTS = {
+    "1 to tp2 sp": ((1, ""), (2, "--tensor-model-parallel-size 2 --sequence-parallel")),
+    "tp2 to pp2": ((2, "--tensor-model-parallel-size 2"), (2, "--pipeline-model-parallel-size 2")),
+    "pp2 to dp2": ((2, "--pipeline-model-parallel-size 2"), (2, "--use-distributed-optimizer")),
+    "dp2 to cp2": ((2, "--use-distributed-optimizer"), (2, "--context-parallel-size 2 --use-distributed-optimizer")),
+    "dp4 to 1": ((4, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"), (1, "")),
+    "muon, tp2 to dp2": ((2, "--optimizer muon --tensor-model-parallel-size 2"), (2, "--optimizer muon")),
 }
 
 
@@ -76,17 +93,40 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(tmp_path: Path, layou
     assert difference.equal > 100  # weights, masters, moments
     assert not difference.tensors_differ()
     assert not difference.objects  # among them what the next dropout would draw from
+    assert not [name for name in difference.settings if name.startswith(SCALE)]
 
 
-@pytest.mark.slow
-def test_the_same_samples_are_taken_with_another_data_parallel_size(tmp_path: Path) -> None:
-    _train(tmp_path / "whole", 1, "--save-interval 8")
-    _train(tmp_path / "parts", 1, "--save-interval 4 --exit-interval 4")
-    _train(tmp_path / "parts", 2, "--save-interval 4")
-    samples = read_sample_log(tmp_path / "whole" / "logs")
-    assert sorted(samples) == list(range(1, 9))
-    assert len({number for step in samples.values() for number in step}) == 8 * 4
-    assert read_sample_log(tmp_path / "parts" / "logs") == samples
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Runs of one process that are not interrupted, by their optimizer."""
+
+    @functools.cache
+    def run(optimizer: str) -> Path:
+        folder = tmp_path_factory.mktemp("whole")
+        _train(folder, 1, f"{WITHOUT_CHANCE} --save-interval 8 {optimizer}")
+        return folder
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "layouts", [pytest.param(name, marks=[] if name == "1 to tp2 sp" else pytest.mark.slow) for name in OTHER_LAYOUTS]
+)
+def test_a_run_that_goes_on_in_another_layout_is_the_same_run(
+    tmp_path: Path, layouts: str, whole: Callable[[str], Path]
+) -> None:
+    first, second = OTHER_LAYOUTS[layouts]
+    expected = whole("--optimizer muon" if "muon" in layouts else "")
+    _train(tmp_path, first[0], f"{WITHOUT_CHANCE} {first[1]} --save-interval 4 --exit-interval 4")
+    _train(tmp_path, second[0], f"{WITHOUT_CHANCE} {second[1]} --save-interval 4")
+    (counted, losses), (expected_counted, expected_losses) = _records(tmp_path), _records(expected)
+    assert counted == expected_counted
+    assert losses == pytest.approx(expected_losses, abs=1e-5)
+    assert read_sample_log(tmp_path / "logs") == read_sample_log(expected / "logs")
+    difference = compare(*(checkpoint_at(run) for run in (expected, tmp_path)))
+    weights = [each for each in difference.values if not each.name.startswith("optimizer.")]
+    assert difference.equal + len(difference.values) > 100
+    assert max(each.largest for each in weights) < 1e-5
 
 
 def test_repeated_iterations_count_once(tmp_path: Path) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import subprocess
+import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ from torch import Tensor
 
 from megatron_exo import forward_step, pretrain
 from megatron_exo.errors import UserError
+from megatron_exo.launch import ROOT
 from megatron_exo.nonfinite import StepBatches, batch_saved_when_not_finite
 from megatron_exo.replay import read_batch
 from tests.programs import MOCK_DATA, MODEL, RUN, Outcome, one_line, run_program
@@ -164,17 +168,59 @@ def test_a_file_that_is_no_batch_is_refused(stopped: tuple[Path, Outcome], tmp_p
         read_batch(tmp_path / "missing.pt")
 
 
+def on_the_second_of_two_ranks() -> None:
+    """A main gradient of its own that is infinite in iteration 3; the other rank, which reads the batches, finds none.
+
+    Run by torchrun, as this file.
+    """
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+    from megatron.training import get_args
+
+    original = _ParamAndGradBucketGroup.check_grads
+
+    def check_grads(self: Any, *args: Any) -> None:
+        if get_args().rank == 1 and get_args().curr_iteration == 2:
+            self.buckets[0].grad_data[0] = float("inf")
+        original(self, *args)
+
+    _ParamAndGradBucketGroup.check_grads = check_grads  # type: ignore[method-assign]
+    pretrain.main()
+
+
+@pytest.mark.slow
+def test_a_rank_that_reads_no_batches_has_another_save_the_one_in_which_it_finds_something(tmp_path: Path) -> None:
+    words = [*ARGUMENTS, "--save", str(tmp_path), "--load", str(tmp_path), "--tensor-model-parallel-size", "2"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*launcher, "-m", "tests.test_nonfinite", *words],
+        cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    path = tmp_path / "not-finite" / "iteration-3-rank-1.pt"
+    assert done.returncode == 1
+    (said,) = re.findall("^error: (.*)$", done.stderr, flags=re.M)
+    assert re.match(r"rank 1: found (NaN|Inf) in local grad norm .*, iteration 3; its batch is in ", said)
+    assert f"its batch is in {path}, see --exo-replay" in said
+    assert len(read_batch(path)) == MICRO_BATCHES
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+    replayed = _run(pretrain.main, tmp_path, "--exo-replay", str(path))
+    assert replayed.status == 0, replayed.err
+    assert "iteration 3/3" in replayed.out
+
+
 def test_a_rank_that_keeps_no_batch_names_the_step(tmp_path: Path) -> None:
     megatrons = "Rank 1, device cpu, iteration 8: Unexpected result nan (message='found NaN in local grad norm')"
-    args = Namespace(curr_iteration=6, rank=1)
-    with pytest.raises(UserError, match="found NaN in local grad norm, iteration 7; this rank keeps no batch"):
+    args = Namespace(curr_iteration=6, rank=0, world_size=1)
+    with pytest.raises(UserError, match="found NaN in local grad norm, iteration 7; no rank has its batch;"):
         with batch_saved_when_not_finite(args, tmp_path / "folder"):
             raise RuntimeError(megatrons)
     assert not (tmp_path / "folder").exists()
 
 
 def test_other_errors_pass(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"^something else$"), batch_saved_when_not_finite(Namespace(), tmp_path):
+    with (
+        pytest.raises(RuntimeError, match=r"^something else$"),
+        batch_saved_when_not_finite(Namespace(world_size=1), tmp_path),
+    ):
         raise RuntimeError("something else")
 
 
@@ -185,3 +231,7 @@ def test_only_the_step_in_progress_is_kept(tmp_path: Path) -> None:
     assert batches.save(tmp_path / "batch.pt")
     (kept,) = torch.load(tmp_path / "batch.pt", weights_only=True)["batches"]
     assert kept["tokens"].tolist() == [2]
+
+
+if __name__ == "__main__":
+    on_the_second_of_two_ranks()

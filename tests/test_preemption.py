@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_exo.checkpoints.integrity import damages
+from megatron_exo.checkpoints.integrity import damages, newest_whole
 from megatron_exo.checkpoints.reading import TRACKER, steps_of
 from megatron_exo.launch import ROOT
 from tests.programs import MOCK_DATA, MODEL
@@ -96,8 +96,21 @@ def test_a_signal_to_the_launcher_reaches_the_ranks_in_time_to_save(
     jobs.append(start(launcher, run, 1_000_000))
     wait_for(lambda: iterations(run) or jobs[0].poll() is not None)
     jobs[0].send_signal(number)
-    jobs[0].wait(120)  # torchrun's own status then says that it was ended by a signal
+    status = jobs[0].wait(120)
+    assert (status == 0) == (launcher == "the script")  # torchrun's own says that it was ended by a signal
     (saved,) = steps_of(run)
     assert saved == iterations(run)[-1]
     assert (run / TRACKER).read_text() == str(saved)
     assert damages(run / f"iter_{saved:07d}", checksums=True) == []
+
+
+@pytest.mark.slow
+def test_ranks_whose_torchrun_is_killed_save_and_end_too(tmp_path: Path, jobs: list[subprocess.Popen[bytes]]) -> None:
+    run = tmp_path / "run"
+    jobs.append(start("torchrun", run, 1_000_000))
+    wait_for(lambda: iterations(run) or jobs[0].poll() is not None)
+    ranks = psutil.Process(jobs[0].pid).children()
+    jobs[0].kill()
+    gone, alive = psutil.wait_procs(ranks, timeout=60)
+    assert (len(gone), alive) == (2, [])
+    assert newest_whole(run, checksums=True) == iterations(run)[-1]

@@ -117,6 +117,7 @@ def test_a_checkpoint_fits_the_run_that_saved_it(args: Namespace) -> None:
         ("vocab_size", 63),
         ("untie_embeddings_and_output_weights", False),
         ("rotary_base", 10_000),
+        ("layernorm_epsilon", 1e-5),
     ],
 )
 def test_a_model_of_another_shape_is_refused_with_both_values(args: Namespace, name: str, value: object) -> None:
@@ -189,7 +190,16 @@ def test_a_run_whose_momentum_would_have_been_another_is_not_extended(args: Name
 
 def test_the_state_of_another_optimizer_is_refused_by_name(args: Namespace) -> None:
     args.optimizer = "muon"
-    with pytest.raises(CheckpointError, match="was trained with --optimizer adam, whose state does not fit muon"):
+    with pytest.raises(
+        CheckpointError, match="was trained with --optimizer adam, whose state does not fit muon; pass what"
+    ):
+        check_load(args, exo_of(args))
+    check_load(Namespace(**vars(args) | {"finetune": True}), exo_of(args))
+
+
+def test_numbers_that_are_in_the_optimizers_state_cannot_be_changed_by_the_command_line(args: Namespace) -> None:
+    args.adam_beta2 = 0.5
+    with pytest.raises(CheckpointError, match=r"what Megatron goes on with: adam_beta2 [.0-9]+, not 0.5; pass"):
         check_load(args, exo_of(args))
     check_load(Namespace(**vars(args) | {"finetune": True}), exo_of(args))
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from megatron_exo.errors import UserError
-from megatron_exo.roll_call import Place, call_roll, check_shared, format_places, gather_places, ranges
+from megatron_exo.roll_call import Place, call_roll, check_all_find, check_shared, format_places, gather_places, ranges
 from tests.ranks import run_on_ranks
 
 
@@ -71,7 +72,10 @@ def _call_at_a_closed_port() -> str:
 
 def test_a_port_where_nobody_listens_is_named() -> None:
     for text in run_on_ranks(2, _call_at_a_closed_port, process_group=False):
-        assert "cannot meet the others at MASTER_ADDR 127.0.0.1, MASTER_PORT 1, within 2 s; check the address" in text
+        assert (
+            "cannot meet the others at MASTER_ADDR 127.0.0.1, MASTER_PORT 1, within 2 s: connection refused; check"
+            in text
+        )
 
 
 @pytest.mark.parametrize(
@@ -126,3 +130,22 @@ def test_a_folder_that_nodes_do_not_share_is_told_before_the_first_save(tmp_path
     assert f"--save {own[1]} on" in second
     assert "is not the folder of rank 0; a checkpoint is written by all nodes into one folder" in second
     assert not any(path.is_file() for path in tmp_path.rglob("*"))
+
+
+def _find(names: list[str | None]) -> str:
+    try:
+        check_all_find("--load runs/a", names[dist.get_rank()])
+    except UserError as error:
+        return str(error)
+    return "agreed"
+
+
+def test_a_checkpoint_that_not_all_hosts_see_is_told_before_it_is_loaded() -> None:
+    assert run_on_ranks(2, _find, ["iter_0000004"] * 2) == ["agreed"] * 2
+    assert run_on_ranks(2, _find, [None, None]) == ["agreed"] * 2
+    host = socket.gethostname()
+    assert run_on_ranks(2, _find, ["iter_0000004", None]) == [
+        "agreed",
+        f"--load runs/a holds no checkpoint on {host}, and iter_0000004 on {host}, the host of rank 0; pass a folder "
+        "that all nodes share",
+    ]

@@ -121,6 +121,9 @@ CHANGES: list[tuple[str, dict[str, Any], str]] = [
     ("data", {"mock_data": True, "data_path": None}, "3 × .*data-one .*, not mock data"),
     ("seq-length", {"seq_length": 16}, "seq_length 32, not 16"),
     ("batch-size", {"global_batch_size": 4}, "global_batch_size 8, not 4"),
+    ("training", {"clip_grad": 0.5}, "clip_grad 1.0, not 0.5"),
+    ("training", {"hidden_dropout": 0.1, "bf16": True}, "hidden_dropout 0.0, not 0.1; training: bf16 False, not True"),
+    ("training", {"exo_z_loss_weight": 0.0}, "exo_z_loss_weight 1e-05, not 0.0"),
     ("batch-size", {"rampup_batch_size": ["4", "4", "8"]}, r"rampup_batch_size None, not \['4', '4', '8'\]"),
 ]
 
@@ -141,6 +144,17 @@ def test_a_checkpoint_from_before_documents_could_be_masked_is_of_joined_ones(ar
     assert list(changes(saved, None, args)) == []
     args.exo_documents = "masked"
     assert list(changes(saved, None, args)) == [("data", "exo_documents joined, not masked")]
+
+
+def test_muons_numbers_are_compared_by_what_they_come_to(args: Namespace) -> None:
+    saved = Namespace(**vars(args) | {"optimizer": "muon"})
+    same = Namespace(**vars(saved) | {"exo_muon_beta2": 0.95, "exo_muon_split": "fused"})  # the defaults
+    assert list(changes(saved, None, same)) == []
+    other = Namespace(**vars(saved) | {"muon_momentum": 0.9, "exo_muon_split": "per-head"})
+    assert list(changes(saved, None, other)) == [
+        ("training", "muon_momentum 0.95, not 0.9"),
+        ("training", "exo_muon_split fused, not per-head"),
+    ]
 
 
 def test_another_tokenizer_is_refused_by_what_it_does_and_for_weights_alone_too(args: Namespace, corpus: Path) -> None:

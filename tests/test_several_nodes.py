@@ -9,11 +9,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
+from megatron_exo.checkpoints.integrity import newest_whole
 from tests.hosts import Host, hosts, why_not
 from tests.programs import MOCK_DATA, MODEL
 
@@ -29,21 +30,31 @@ def pair() -> Iterator[list[Host]]:
         yield pair
 
 
-class Job:
-    """One torchrun per host, with a folder that the hosts share and a log for each."""
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+LAUNCHER = (sys.executable, "-m", "megatron_exo.launch")
 
-    def __init__(self, pair: list[Host], folder: Path, words: str, address: str | None = None) -> None:
+
+class Job:
+    """One torchrun, or our launcher, per host, with a folder that the hosts share and a log for each."""
+
+    def __init__(
+        self,
+        pair: list[Host],
+        folder: Path,
+        words: str,
+        address: str | None = None,
+        starts: Sequence[int] = (0, 1),
+        program: Sequence[str] = TORCHRUN,
+    ) -> None:
         folder.mkdir(exist_ok=True)
-        self.pair = pair
-        self.logs = [folder / f"{host.name}.log" for host in pair]
-        launcher = f"--nnodes 2 --nproc-per-node 2 --master-addr {address or pair[0].address} --master-port 29533"
+        self.pair = [pair[number] for number in starts]
+        self.logs = [folder / f"{host.name}.log" for host in self.pair]
+        meeting = f"--nnodes 2 --nproc-per-node 2 --master-addr {address or pair[0].address} --master-port 29533"
+        ranks = ["-m", "megatron_exo.pretrain"] if program is TORCHRUN else []
+        training = f"{MODEL} {MOCK_DATA} {RUN} {words}".split()
         self.agents = [
-            host.start(
-                [sys.executable, "-m", "torch.distributed.run", *launcher.split(), "--node-rank", str(number)]
-                + ["-m", "megatron_exo.pretrain", *f"{MODEL} {MOCK_DATA} {RUN} {words}".split()],
-                log,
-            )
-            for number, (host, log) in enumerate(zip(pair, self.logs, strict=True))
+            pair[number].start([*program, *meeting.split(), "--node-rank", str(number), *ranks, *training], log)
+            for number, log in zip(starts, self.logs, strict=True)
         ]
 
     def __enter__(self) -> Job:
@@ -87,10 +98,7 @@ def test_a_run_over_two_hosts_is_killed_on_one_and_goes_on_from_its_checkpoint(
 
     long = f"--train-iters 12 --lr-decay-iters 12 --save {broken} --load {broken}"
     with Job(pair, tmp_path / "2", long) as job:
-        deadline = time.monotonic() + 240
-        while not (broken / "latest_checkpointed_iteration.txt").exists():
-            assert time.monotonic() < deadline, job.printed()[-3000:]
-            time.sleep(0.02)
+        wait_for(job, lambda: (broken / "latest_checkpointed_iteration.txt").exists())
         pair[1].signal(signal.SIGKILL)
         killed_at = time.monotonic()
         assert job.agents[0].wait(60) != 0
@@ -101,17 +109,80 @@ def test_a_run_over_two_hosts_is_killed_on_one_and_goes_on_from_its_checkpoint(
     assert _losses(broken) == pytest.approx(_losses(whole), abs=2e-6)  # as printed, with six decimals
 
 
-def test_a_host_that_does_not_come_is_named(pair: list[Host], tmp_path: Path) -> None:
+def test_a_host_that_falls_silent_ends_the_job_and_it_goes_on_from_its_checkpoint(
+    pair: list[Host], tmp_path: Path
+) -> None:
+    """No process has ended and no connection is closed: the cable is pulled."""
+    run = tmp_path / "run"
+    endless = f"--train-iters 1000000 --lr-decay-style constant --save {run} --load {run} --exo-lost-host-timeout 8"
+    with Job(pair, tmp_path / "1", endless) as job:
+        wait_for(job, lambda: (run / "latest_checkpointed_iteration.txt").exists())
+        pair[1].set_cable("down")
+        pulled_at = time.monotonic()
+        try:
+            statuses = job.wait(60)
+        finally:
+            pair[1].set_cable("up")
+        assert time.monotonic() - pulled_at < 30
+        assert 0 not in statuses
+        first, second = (log.read_text(errors="replace") for log in job.logs)
+        assert "error: host exohost2 (ranks 2-3) gave no sign of life for 8 s (--exo-lost-host-timeout)" in first
+        assert "error: host exohost1 (ranks 0-1), where all ranks have met, has not answered for 8 s" in second
+    whole = newest_whole(run, checksums=True)
+    with Job(pair, tmp_path / "2", f"{endless} --exit-interval {(whole or 0) + 2}") as job:
+        assert job.wait() == [0, 0], job.printed()[-3000:]
+        assert f"loaded checkpoint {whole} " in job.printed()
+
+
+def test_a_host_that_stops_on_its_way_up_is_named(pair: list[Host], tmp_path: Path) -> None:
     words = f"--train-iters 2 --save {tmp_path / 'run'} --exo-start-timeout 10"
     with Job(pair, tmp_path / "1", words) as job:
         # The second host's ranks are held before they answer.
-        deadline = time.monotonic() + 120
-        while not any(b"megatron_exo.pretrain" in _command(pid) for pid in pair[1].processes()):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_for(job, lambda: any(b"megatron_exo.pretrain" in _command(pid) for pid in pair[1].processes()))
         pair[1].signal(signal.SIGSTOP)
         assert job.agents[0].wait(180) != 0
         assert "2 of 4 ranks have not come within 10 s: 2-3" in job.logs[0].read_text(errors="replace")
+
+
+def test_a_host_that_is_not_there_or_calls_elsewhere_is_named_before_torchrun_waits_for_it(
+    pair: list[Host], tmp_path: Path
+) -> None:
+    words = f"--train-iters 2 --save {tmp_path / 'run'} --exo-start-timeout 6"
+    alone = {"program": LAUNCHER, "starts": [0]}
+    with Job(pair, tmp_path / "1", words, **alone) as job:  # type: ignore[arg-type]
+        assert job.wait(60) == [1]
+        assert job.printed().splitlines()[-1] == (
+            "error: 1 of 2 nodes have not come within 6 s: 1; start each with its own --node-rank and --master-addr "
+            "10.77.0.1, or give them more time with --exo-start-timeout"
+        )
+    for address, reason in (("10.77.0.9", "(no route to host|timed out)"), ("10.77.0.1", "connection refused")):
+        with Job(pair, tmp_path / "2", words, address, [1], LAUNCHER) as job:
+            assert job.wait(60) == [1]
+            assert re.fullmatch(
+                f"error: node 1 on exohost2 cannot meet the others at --master-addr {address}, --master-port 29533, "
+                f"within 6 s: {reason}; check the address, that the port is open, and that the host of node 0 is up\n",
+                job.printed(),
+            )
+
+
+def test_the_launcher_starts_ranks_on_two_hosts_and_a_signal_to_one_ends_them_all_with_status_0(
+    pair: list[Host], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    words = f"--train-iters 1000000 --lr-decay-style constant --save-interval 1000000 --save {run}"
+    with Job(pair, tmp_path / "1", words, program=LAUNCHER) as job:
+        wait_for(job, lambda: "iteration       2/" in job.printed())
+        job.agents[1].send_signal(signal.SIGTERM)
+        assert job.wait() == [0, 0], job.printed()[-3000:]
+        assert "SIGTERM is passed on to 2 ranks, which save and end" in job.printed()
+    assert newest_whole(run, checksums=True) is not None
+
+
+def wait_for(job: Job, condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 240
+    while not condition():
+        assert time.monotonic() < deadline, job.printed()[-3000:]
+        time.sleep(0.02)
 
 
 def _command(pid: int) -> bytes:

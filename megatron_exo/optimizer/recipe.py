@@ -39,7 +39,7 @@ MEGATRON_DEFAULTS: dict[str, object] = {
 RATES: dict[str, float] = {"lr": 0.01, "weight_decay": 0.1}
 """Defaults of options that other optimizers have as well."""
 
-_OPTIONS = {
+MUON_OPTIONS = {
     "split": "exo_muon_split",
     "momentum_start": "exo_muon_momentum_start",
     "momentum_warmup": "exo_muon_momentum_warmup",
@@ -49,7 +49,7 @@ _OPTIONS = {
 }
 """Field of :class:`MuonRecipe` → argument."""
 
-ARGUMENTS = tuple(_OPTIONS.values())
+ARGUMENTS = tuple(MUON_OPTIONS.values())
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class MuonRecipe:
 
 def recipe_from_args(args: Namespace) -> MuonRecipe:
     """The recipe of a command line; AdamW's learning rate follows the same schedule as ``--lr``, to the same share."""
-    given = {field: value for field, name in _OPTIONS.items() if (value := getattr(args, name)) is not None}
+    given = {field: value for field, name in MUON_OPTIONS.items() if (value := getattr(args, name)) is not None}
     adam_lr = given.setdefault("adam_lr", MuonRecipe.adam_lr)
     num_updates = args.train_iters or args.train_samples // args.global_batch_size
     return MuonRecipe(**given, adam_min_lr=adam_lr * args.min_lr / args.lr, num_updates=num_updates)
