@@ -19,7 +19,10 @@ class UserError(ValueError):
 
 _PATIENCE_S = 60
 """torchrun ends all ranks as soon as the first exits: for so long, let it be the one that speaks."""
-_BROKEN = re.compile(r"gloo.*(Connection (closed|reset) by peer|Broken pipe)|remote process exited or there was a net")
+_BROKEN = re.compile(
+    r"gloo.*(Connection (?:closed|reset) by peer(?: \[[^]]*\]:\d+)?|Broken pipe)"
+    r"|remote process exited or there was a network error"
+)
 """What gloo and NCCL say of a connection that another rank's end has broken."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
@@ -95,8 +98,8 @@ def _checkpoint_trouble(error: BaseException) -> str | None:
 
 def _lost_contact(error: BaseException) -> str | None:
     """What to say if another rank's end has broken a connection: a traceback for each rank would hide the reason."""
-    text = str(error).strip()
-    if not isinstance(error, RuntimeError) or _BROKEN.search(text) is None:
+    found = _BROKEN.search(str(error)) if isinstance(error, RuntimeError) else None
+    if found is None:
         return None
-    reason = re.sub(r"^\[\S+\] ", "", text.splitlines()[0])
+    reason = found[1] or found[0]
     return f"lost another rank: {reason}; what has ended that one is said by itself, or by what has started it"

@@ -44,7 +44,8 @@ def get_batch(data_iterator: Iterator[dict[str, Tensor]], vp_stage: int | None, 
         read = next(data_iterator)
         if training and (first or last):
             step_batches.note(args.curr_iteration, read)
-            if first and SAMPLE_ID in read:
+            # Ranks of a context-parallel group have read the same samples.
+            if first and SAMPLE_ID in read and parallel_state.get_context_parallel_rank() == 0:
                 _sample_log().note(args.curr_iteration + 1, read)
         batch = {key: read[key].to(device, non_blocking=True) if key in read else None for key in _BATCH_KEYS}
         if mask is not None:

@@ -42,13 +42,14 @@ SAME_LAYOUT = {
 
 SCALE = "shared state.optimizer.grad_scaler."
 """What a checkpoint says of the loss scale."""
+MUON = "--optimizer muon --muon-fp32-matmul-prec highest"
 OTHER_LAYOUTS = {
     "1 to tp2 sp": ((1, ""), (2, "--tensor-model-parallel-size 2 --sequence-parallel")),
     "tp2 to pp2": ((2, "--tensor-model-parallel-size 2"), (2, "--pipeline-model-parallel-size 2")),
     "pp2 to dp2": ((2, "--pipeline-model-parallel-size 2"), (2, "--use-distributed-optimizer")),
     "dp2 to cp2": ((2, "--use-distributed-optimizer"), (2, "--context-parallel-size 2 --use-distributed-optimizer")),
     "dp4 to 1": ((4, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"), (1, "")),
-    "muon, tp2 to dp2": ((2, "--optimizer muon --tensor-model-parallel-size 2"), (2, "--optimizer muon")),
+    "muon, tp2 to dp2": ((2, f"{MUON} --tensor-model-parallel-size 2"), (2, MUON)),
 }
 
 
@@ -116,7 +117,7 @@ def test_a_run_that_goes_on_in_another_layout_is_the_same_run(
     tmp_path: Path, layouts: str, whole: Callable[[str], Path]
 ) -> None:
     first, second = OTHER_LAYOUTS[layouts]
-    expected = whole("--optimizer muon" if "muon" in layouts else "")
+    expected = whole(MUON if "muon" in layouts else "")
     _train(tmp_path, first[0], f"{WITHOUT_CHANCE} {first[1]} --save-interval 4 --exit-interval 4")
     _train(tmp_path, second[0], f"{WITHOUT_CHANCE} {second[1]} --save-interval 4")
     (counted, losses), (expected_counted, expected_losses) = _records(tmp_path), _records(expected)

@@ -11,6 +11,7 @@ from typing import Any
 
 import megatron_exo.checkpoints.failed_saves as failed_saves
 import megatron_exo.checkpoints.hooks as checkpoints
+import megatron_exo.platform.command_line as command_line
 import megatron_exo.platform.cpu as cpu
 import megatron_exo.platform.loading as loading
 import megatron_exo.platform.optimizer_names as optimizer_names
@@ -96,6 +97,12 @@ PATCHES: tuple[Patch, ...] = (
         "megatron.core.dist_checkpointing:load",
         optimizer_names.by_the_names_there_are,
         "main weights have another name in a checkpoint of another kind of optimizer",
+        when="always",
+    ),
+    Patch(
+        "megatron.training.ft_integration:setup",
+        command_line.fault_tolerance_where_asked_for,
+        "the command line is parsed once more, without this program's options and values",
         when="always",
     ),
     # -- torch.compile -----------------------------------------------------------------------------------------
