@@ -15,6 +15,7 @@ import pytest
 from megatron_exo.checkpoints.inspection import compare, read_description
 from megatron_exo.checkpoints.integrity import MANIFEST, damages, read_manifest
 from megatron_exo.checkpoints.reading import TRACKER, steps_of
+from megatron_exo.files import only_one_process
 from megatron_exo.pretrain import main
 from tests.checkpoints.runs import losses, pretrain
 from tests.programs import MOCK_DATA, MODEL, RUN, one_line, run_program
@@ -45,6 +46,17 @@ def asynchronous(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert f"loaded checkpoint 2 from {folder}" in outcome.out
     assert f"removed checkpoint 2 from {folder}" in outcome.out
     return folder
+
+
+def test_a_second_start_of_a_run_that_is_under_way_is_refused(run: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(run, tmp_path / "run"))
+    with only_one_process(folder, "…"):  # as the first rank does
+        second = pretrain(folder, "--train-iters", "6", "--override-opt-param-scheduler")
+    assert second.status == 1
+    assert one_line(second.err) == (
+        f"another process is writing {folder}; wait for it, or end that run, or pass another --save"
+    )
+    assert (folder / TRACKER).read_text() == "4"
 
 
 # -- the manifest ---------------------------------------------------------------------------------------------
