@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import signal
 import subprocess
@@ -109,6 +110,20 @@ def test_a_run_over_two_hosts_is_killed_on_one_and_goes_on_from_its_checkpoint(
     assert _losses(broken) == pytest.approx(_losses(whole), abs=2e-6)  # as printed, with six decimals
 
 
+def test_ranks_of_both_hosts_start_again_by_themselves_after_one_is_killed(pair: list[Host], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    words = f"--max-restarts 3 --train-iters 1000000 --lr-decay-style constant --save {run} --load {run}"
+    with Job(pair, tmp_path / "1", words, program=LAUNCHER) as job:
+        wait_for(job, lambda: (run / "latest_checkpointed_iteration.txt").exists())
+        ranks = [pid for pid in pair[1].processes() if b"pretrain_exoformer.sh" in _command(pid)]
+        os.kill(ranks[-1], signal.SIGKILL)
+        wait_for(job, lambda: re.search(r"loaded checkpoint \d+ ", job.printed()))
+        trained = len(re.findall("^iteration", job.printed(), flags=re.M))
+        wait_for(job, lambda: len(re.findall("^iteration", job.printed(), flags=re.M)) > trained)
+        job.agents[0].send_signal(signal.SIGTERM)
+        assert job.wait() == [0, 0], job.printed()[-3000:]
+
+
 def test_a_host_that_falls_silent_ends_the_job_and_it_goes_on_from_its_checkpoint(
     pair: list[Host], tmp_path: Path
 ) -> None:
@@ -189,5 +204,5 @@ def _command(pid: int) -> bytes:
     """Of a rank; torchrun's own names the module, too."""
     with contextlib.suppress(OSError):
         command = (Path("/proc") / str(pid) / "cmdline").read_bytes()
-        return b"" if b"torch.distributed.run" in command else command
+        return b"" if b"torch.distributed.run" in command or b"megatron_exo.launch" in command else command
     return b""
