@@ -14,7 +14,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.training.checkpointing import load_checkpoint
 
-from megatron_exo.checkpoints.inspection import checkpoint_at, read_description
+from megatron_exo.checkpoints.inspection import checkpoint_at, described_as_here, read_description
 from megatron_exo.checkpoints.manifest import TOKENIZER_FOLDER
 from megatron_exo.convert.checkpoint_tensors import model_of
 from megatron_exo.convert.importing import architecture_arguments
@@ -69,10 +69,16 @@ def model_arguments(folder: Path, described: Mapping[str, Any]) -> list[str]:
     The tokenizer is the copy that the checkpoint carries, or else the one that it was trained with.
 
     Raises:
-        UserError: the checkpoint's folder is not one of a run, or its model computes what ours does not.
+        UserError: the checkpoint's folder is not one of a run, or its model computes what ours does not, or it
+            does not say what model it is of.
     """
     if not folder.name.removeprefix("iter_").isdecimal():
         raise UserError(f"{folder} is not a folder iter_N of a run; give one")
+    with described_as_here(folder):
+        return _model_arguments(folder, described)
+
+
+def _model_arguments(folder: Path, described: Mapping[str, Any]) -> list[str]:
     exo, sizes = model_of(described)
     words = architecture_arguments(exo, sizes)
     for name, value in (
@@ -96,6 +102,8 @@ def _tokenizer(folder: Path, described: Mapping[str, Any]) -> str | None:
         for name, record in described.get("tokenizer", {}).get("files", {}).items()
         if record["copied"]
     ]
+    if any(copy.parent != folder / TOKENIZER_FOLDER for copy in copies):
+        raise UserError(f"{folder} names files of a tokenizer that are outside of it; copy it again")
     if not copies:
         return None if named is None else str(named)
     # One file is the model itself; of several, their folder is what Megatron's tokenizers take.

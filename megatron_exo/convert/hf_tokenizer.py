@@ -122,14 +122,14 @@ def _write_hugging_face(files: list[Path], folder: Path) -> WrittenTokenizer:
     for file in files:
         shutil.copyfile(file, folder / file.name)
     config = folder / "tokenizer_config.json"
-    content = {**_PLAIN_CONFIG}
-    if config.exists():
-        try:
+    content: Any = {**_PLAIN_CONFIG}
+    try:
+        if config.exists():
             content = json.loads(config.read_text(encoding="utf-8"))
             content.pop("auto_map", None)  # code from elsewhere, for those who trust this folder's
-        except (ValueError, AttributeError, TypeError, RecursionError) as error:
-            raise TokenizerError(f"{config.name} of the checkpoint is damaged: {reason(error)}") from error
-    config.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        config.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    except (ValueError, AttributeError, TypeError, RecursionError) as error:
+        raise TokenizerError(f"{config.name} of the checkpoint is damaged: {reason(error)}") from error
     return WrittenTokenizer(ours.eod, "")
 
 
