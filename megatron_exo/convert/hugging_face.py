@@ -186,6 +186,6 @@ def _typed(config: Mapping[str, Any], name: str, kind: type) -> Any:
     value = config[name]
     if kind is float and type(value) is int:
         value = float(value)
-    if type(value) is not kind or (kind is str and len(value) > _LONGEST):
+    if type(value) is not kind or (isinstance(value, str) and len(value) > _LONGEST):
         raise ConversionError(f"the configuration has {name}={repr(value)[:_LONGEST]}, which is no {kind.__name__}")
     return value
