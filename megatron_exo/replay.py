@@ -64,11 +64,11 @@ def _check_batches(batches: Any) -> None:
         shape = batches[0]["tokens"].shape
         for name, value in batch.items():
             check_tensor(value)
-            is_whole = not value.is_floating_point() and not value.is_complex()
             rows = shape if name in _OF_A_BATCH else shape[:1]
             if value.dim() != 2 or not value.numel() or value.shape[: len(rows)] != rows:
                 raise ValueError(f"{str(name)[:40]} has the shape {list(value.shape)}, not {list(rows)}")
-            if name in _OF_A_BATCH and is_whole == (name == "loss_mask"):
+            is_right = value.is_floating_point() if name == "loss_mask" else value.dtype == torch.int64
+            if name in _OF_A_BATCH and not is_right:
                 raise ValueError(f"{name} is of {value.dtype}")
 
 
@@ -76,7 +76,8 @@ def prepare(args: Namespace) -> Callable[..., tuple[Any, None, None]]:
     """Turn validated arguments into those of one iteration on the saved batch, and give its datasets' provider.
 
     Raises:
-        UserError: the file is no saved batch, of another sequence length, or there is no checkpoint to replay it on.
+        UserError: the file is no saved batch, of another sequence length or vocabulary, or there is no checkpoint to
+            replay it on.
     """
     path = Path(args.exo_replay)
     batches = read_batch(path)
@@ -86,6 +87,13 @@ def prepare(args: Namespace) -> Callable[..., tuple[Any, None, None]]:
     length = batches[0]["tokens"].shape[1]
     if length != args.seq_length:
         raise UserError(f"--exo-replay {path} has sequences of {length} tokens; pass --seq-length {length}")
+    for batch in batches:
+        tokens = torch.stack([batch["tokens"], batch["labels"]])
+        if not 0 <= int(tokens.min()) <= int(tokens.max()) < args.padded_vocab_size:
+            raise UserError(
+                f"--exo-replay {path} has tokens beyond the vocabulary of {args.padded_vocab_size}; pass a batch and "
+                "the options of the same run"
+            )
     args.micro_batch_size = batches[0]["tokens"].shape[0]
     args.global_batch_size = args.micro_batch_size * len(batches) * args.data_parallel_size
     args.rampup_batch_size = None

@@ -19,6 +19,7 @@ from megatron_exo.checkpoints.manifest import TOKENIZER_FOLDER
 from megatron_exo.convert.checkpoint_tensors import model_of
 from megatron_exo.convert.importing import architecture_arguments
 from megatron_exo.errors import UserError
+from megatron_exo.files import is_plain_name
 from megatron_exo.startup import Start, connect, understand
 
 
@@ -96,14 +97,10 @@ def _model_arguments(folder: Path, described: Mapping[str, Any]) -> list[str]:
 
 
 def _tokenizer(folder: Path, described: Mapping[str, Any]) -> str | None:
-    named = described["arguments"]["tokenizer_model"]
-    copies = [
-        folder / TOKENIZER_FOLDER / name
-        for name, record in described.get("tokenizer", {}).get("files", {}).items()
-        if record["copied"]
-    ]
-    if any(copy.parent != folder / TOKENIZER_FOLDER for copy in copies):
+    named, files = described["arguments"]["tokenizer_model"], described.get("tokenizer", {}).get("files", {})
+    if not all(map(is_plain_name, files)):
         raise UserError(f"{folder} names files of a tokenizer that are outside of it; copy it again")
+    copies = [folder / TOKENIZER_FOLDER / name for name, record in files.items() if record["copied"]]
     if not copies:
         return None if named is None else str(named)
     # One file is the model itself; of several, their folder is what Megatron's tokenizers take.
