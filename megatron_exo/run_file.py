@@ -116,6 +116,8 @@ def _read(path: Path) -> dict[str, Any]:
             raise RunFileError(
                 f"{path}: [{name}] is a table; a run file has options of the command line only, no tables"
             )
+        if any("\0" in part for part in (value if isinstance(value, list) else [value]) if isinstance(part, str)):
+            raise RunFileError(f"{path}: {_short(key)} has a NUL, which no path or option can hold; remove it")
     return {key.replace("_", "-"): value for key, value in content.items()}
 
 

@@ -158,7 +158,9 @@ def test_an_update_whose_gradients_are_too_large_is_left_out_where_asked_for(tmp
 
 def test_a_file_that_is_no_batch_is_refused(stopped: tuple[Path, Outcome], tmp_path: Path) -> None:
     torch.save({"batches": [{"tokens": torch.zeros(1)}]}, tmp_path / "wrong.pt")
-    with pytest.raises(UserError, match=r"wrong.pt is no batch that a run has saved: a batch lacks a tensor;"):
+    with pytest.raises(
+        UserError, match=r"wrong.pt is no batch that a run has saved: ValueError: a batch lacks a tensor;"
+    ):
         read_batch(tmp_path / "wrong.pt")
     with pytest.raises(UserError, match="is no batch that a run has saved"):
         read_batch(tmp_path / "missing.pt")

@@ -128,6 +128,7 @@ def test_the_launchers_keys_go_to_torchrun_alone(parse: Any, write: Any) -> None
         ('"a\\nb" = 1', "run.toml: unknown key 'a.*nb'"),
         ('["a\\nb"]', r"run.toml: .a\\nb. is a table"),
         ("seed = [1, " + '"' + "x" * 10_000 + '"]', "run.toml: seed = .1, 'x*…: this takes one value"),
+        ('data-path = ["a", "b\\u0000"]', "run.toml: data-path has a NUL, which no path or option can hold"),
         ('save = "{' + "x" * 10_000 + '}"', "run.toml: {x*…} names no option"),
     ],
     ids=lambda value: value[:40],

@@ -17,7 +17,7 @@ MEMORY = 1 << 30
 
 ARCHIVES = (
     *("reference", "index", "shared-state", "tensor", "chunks", "manifest", "description", "tracker"),
-    *("weights-loaded", "config-loaded", "generation"),
+    *("rank-file", "tokens", "weights-loaded", "config-loaded", "generation"),
 )
 """Kinds of which an input takes long, some of them a tenth of a second and more."""
 
