@@ -9,6 +9,7 @@ import shutil
 import sys
 from argparse import Action, ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
+from contextlib import chdir
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -58,6 +59,19 @@ def _read_dataset(folder: Path) -> None:
     from megatron_exo.data.validate import check_dataset
 
     check_dataset(folder / "data", vocab_size=330, eod=2, scan_tokens=True)
+
+
+def _read_data_arguments(option: str, name: str) -> Callable[[Path], None]:
+    def read(folder: Path) -> None:
+        from megatron_exo.data.provider import check_data_arguments
+
+        args, _ = sample_arguments(folder)
+        options = {"mock_data": False, "tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": "tokenizer.model"}
+        tokenizer = Namespace(vocab_size=330, eod=2)
+        with chdir(folder):
+            check_data_arguments(Namespace(**vars(args) | options | {"split": "8,1,1", option: name}), tokenizer)
+
+    return read
 
 
 def _read_sidecar(folder: Path) -> None:
@@ -339,6 +353,10 @@ _JSON = damage_json
 KINDS: dict[str, Callable[[], Kind]] = {
     "idx": lambda: Kind("data.idx", _read_dataset, [damage_index_fields]),
     "bin": lambda: Kind("data.bin", _read_dataset),
+    "data-args": lambda: Kind("data.args", _read_data_arguments("data_args_path", "data.args")),
+    "split-args": lambda: Kind(
+        "data.json.args", _read_data_arguments("per_split_data_args_path", "data.json.args"), [_JSON] * 4
+    ),
     "shard": lambda: Kind("shard.bin", _read_shard, [damage_shard] * 3),
     "unfinished": lambda: Kind("unfinished.partial/state.json", _read_unfinished, [_JSON]),
     "sidecar": lambda: Kind("data.json", _read_sidecar, [_JSON, _JSON]),

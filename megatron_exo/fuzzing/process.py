@@ -115,7 +115,7 @@ def fuzz(name: str, samples: Path, *, inputs: int, seed: int, memory: int, time_
         while next_one < inputs:
             receiver, sender = context.Pipe(duplex=False)
             arguments = (name, samples, Path(scratch) / "samples", seed, next_one, inputs, memory, sender)
-            worker = context.Process(target=_work, args=arguments)
+            worker = context.Process(target=_work, args=arguments, daemon=True)
             worker.start()
             sender.close()
             ready = False

@@ -164,6 +164,9 @@ def _make_texts_of_users(folder: Path) -> None:
     for iteration in (1, 2, 3, 2, 3, 4):  # resumed after the first
         log.note(iteration, {SAMPLE_ID: torch.tensor([[iteration], [iteration + 10]])})
     (folder / "prompts.txt").write_text("The list of all\n\nnaïvely, at 3 km/h\n", encoding="utf-8")
+    (folder / "data.args").write_text("0.5 data 0.5 data\n")
+    parts = {"train": ["0.5", "data", "0.5", "data"], "valid": ["data"], "test": "data"}
+    (folder / "data.json.args").write_text(json.dumps(parts))
     (folder / "run.toml").write_text(
         'preset = "demo"\nexo-variant = "e-exoformer"\nnproc-per-node = 2\nlr = 1e-3\nbf16 = true\nseed = 7\n'
         'data-path = ["0.7", "data/a", "0.3", "data/b"]\nsave = "runs/{exo-variant}-{seed}"\n'

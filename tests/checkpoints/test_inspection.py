@@ -176,7 +176,7 @@ def test_a_folder_without_a_tracker_is_told_apart_from_a_checkpoint(
     assert inspect(capsys, run / "iter_0000002")[0] == 0
 
 
-@pytest.mark.parametrize("name", ["../run", "9" * 5000, "x\0", "²", ""])
+@pytest.mark.parametrize("name", ["../run", "9" * 5000, "x\0", "٣", ""])
 def test_a_tracker_names_an_iteration_and_nothing_else(run: Path, name: str) -> None:
     (run / TRACKER).write_text(name)
     with pytest.raises(CheckpointError, match=f"{TRACKER} does not name an iteration but '.*'; write the number of a"):
