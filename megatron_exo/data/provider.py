@@ -47,7 +47,7 @@ def check_data_arguments(args: Namespace, tokenizer: Any) -> None:
         return
     try:
         blend, blend_per_split = get_blend_and_blend_per_split(args)
-    except (OSError, AssertionError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
+    except Exception as error:  # Megatron takes the content of the files for what it should be
         named = args.data_args_path or args.per_split_data_args_path or "--data-path"
         raise DatasetError(
             f"{named} cannot be read as dataset prefixes, with or without weights: {reason(error)}"

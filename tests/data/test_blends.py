@@ -81,10 +81,11 @@ def test_every_dataset_of_a_blend_is_checked(make_dataset: Callable[..., Path], 
         ("[" * 100_000, "cannot be read as dataset prefixes, with or without weights: RecursionError"),
         ("[]", "cannot be read as dataset prefixes, with or without weights: TypeError"),
         ('{"train": ["a"]}', "cannot be read as dataset prefixes, with or without weights: KeyError: 'valid'"),
+        ('{"train": [' + "9" * 400 + ', "a"], "valid": ["b"], "test": ["b"]}', "OverflowError: int too large"),
         ('{"train": ["a\\nb"], "valid": ["b"], "test": ["b"]}', r"'a\\nb' … is no prefix of a dataset"),
         ('{"train": ["' + "x" * 10_000 + '"], "valid": ["b"], "test": ["b"]}', r"'x{80}' … is no prefix of a dataset"),
     ],
-    ids=["deep", "a list", "without a part", "two lines", "long"],
+    ids=["deep", "a list", "without a part", "large", "two lines", "long"],
 )
 def test_a_file_of_prefixes_is_refused_in_one_line(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "prefixes.json").write_text(content)
