@@ -1,4 +1,4 @@
-"""Files that a crash leaves either as they were or whole."""
+"""Files that a crash leaves either as they were or whole, and names that stay in their folder."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from megatron_exo.errors import UserError
+
+
+def is_plain_name(name: Any) -> bool:
+    """Whether something that a file says is the name of a file in a folder, and leads nowhere else."""
+    return isinstance(name, str) and Path(name).name == name and name not in ("", ".", "..")
 
 
 @contextmanager

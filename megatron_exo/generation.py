@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,21 @@ from megatron_exo.model.config import ExoTransformerConfig
 
 Report = Callable[[int, int], None]
 """Told of each new token: the row of its prompt, and the token."""
+
+
+def read_prompts(path: Path) -> list[str]:
+    """The prompts in a file, one a line; lines without text are left out.
+
+    Raises:
+        UserError: it cannot be read, or has no prompt.
+    """
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--prompts {path} cannot be read: {error}; pass a text file in UTF-8") from error
+    if not lines:
+        raise UserError(f"--prompts {path} has no line with text; write one prompt a line")
+    return lines
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from megatron_exo.errors import UserError
-from megatron_exo.plain_pickle import check_saved
+from megatron_exo.plain_pickle import check_saved, check_tensor, reason
 from megatron_exo.resume import folder_to_load
 
 
@@ -34,8 +34,11 @@ class SavedRows(Dataset[dict[str, Tensor]]):
         return self.rows[index % len(self.rows)]
 
 
+_OF_A_BATCH = ("tokens", "labels", "loss_mask", "position_ids")
+
+
 def read_batch(path: Path) -> list[dict[str, Tensor]]:
-    """The micro-batches in a file, each of ``tokens``, ``labels``, ``loss_mask``, … [b, s].
+    """The micro-batches in a file, each of ``tokens``, ``labels``, ``loss_mask``, … [b, s], all of one shape.
 
     Raises:
         UserError: it cannot be read, or is no saved batch.
@@ -43,23 +46,38 @@ def read_batch(path: Path) -> list[dict[str, Tensor]]:
     try:
         with path.open("rb") as file:
             check_saved(file)
-            batches = torch.load(file, weights_only=True)["batches"]
-        assert batches, "it has no batch"
-        for batch in batches:
-            assert {"tokens", "labels", "loss_mask", "position_ids"} <= batch.keys(), "a batch lacks a tensor"
-            assert all(isinstance(value, Tensor) and value.dim() == 2 for value in batch.values()), "a shape is wrong"
+            batches = torch.load(file, map_location="cpu", weights_only=True)["batches"]
+        _check_batches(batches)
     except Exception as error:  # a damaged file raises whatever it likes
         raise UserError(
-            f"--exo-replay {path} is no batch that a run has saved: {error}; pass a file from SAVE/not-finite"
+            f"--exo-replay {path} is no batch that a run has saved: {reason(error)}; pass a file from SAVE/not-finite"
         ) from error
     return batches
+
+
+def _check_batches(batches: Any) -> None:
+    if not isinstance(batches, list) or not batches:
+        raise ValueError("it has no batch")
+    for batch in batches:
+        if not isinstance(batch, dict) or not {*_OF_A_BATCH} <= batch.keys():
+            raise ValueError("a batch lacks a tensor")
+        shape = batches[0]["tokens"].shape
+        for name, value in batch.items():
+            check_tensor(value)
+            rows = shape if name in _OF_A_BATCH else shape[:1]
+            if value.dim() != 2 or not value.numel() or value.shape[: len(rows)] != rows:
+                raise ValueError(f"{str(name)[:40]} has the shape {list(value.shape)}, not {list(rows)}")
+            is_right = value.is_floating_point() if name == "loss_mask" else value.dtype == torch.int64
+            if name in _OF_A_BATCH and not is_right:
+                raise ValueError(f"{name} is of {value.dtype}")
 
 
 def prepare(args: Namespace) -> Callable[..., tuple[Any, None, None]]:
     """Turn validated arguments into those of one iteration on the saved batch, and give its datasets' provider.
 
     Raises:
-        UserError: the file is no saved batch, of another sequence length, or there is no checkpoint to replay it on.
+        UserError: the file is no saved batch, of another sequence length or vocabulary, or there is no checkpoint to
+            replay it on.
     """
     path = Path(args.exo_replay)
     batches = read_batch(path)
@@ -69,6 +87,13 @@ def prepare(args: Namespace) -> Callable[..., tuple[Any, None, None]]:
     length = batches[0]["tokens"].shape[1]
     if length != args.seq_length:
         raise UserError(f"--exo-replay {path} has sequences of {length} tokens; pass --seq-length {length}")
+    for batch in batches:
+        tokens = torch.stack([batch["tokens"], batch["labels"]])
+        if not 0 <= int(tokens.min()) <= int(tokens.max()) < args.padded_vocab_size:
+            raise UserError(
+                f"--exo-replay {path} has tokens beyond the vocabulary of {args.padded_vocab_size}; pass a batch and "
+                "the options of the same run"
+            )
     args.micro_batch_size = batches[0]["tokens"].shape[0]
     args.global_batch_size = args.micro_batch_size * len(batches) * args.data_parallel_size
     args.rampup_batch_size = None

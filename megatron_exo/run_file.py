@@ -42,6 +42,9 @@ LENGTH_OPTIONS = ("--train-tokens", "--train-iters", "--train-samples")
 _ALTERNATIVES = (DATA_OPTIONS, LENGTH_OPTIONS)
 """Ways to say the same thing: one of them on the command line takes the place of all of them in the file."""
 
+_LONGEST = 80
+"""Characters of a file that a message repeats."""
+
 
 class RunFileError(UserError):
     """A run file that cannot be read or means nothing: which key, why, what instead."""
@@ -89,9 +92,9 @@ def training_words(path: Path, actions: Iterable[Action], given: Sequence[str]) 
             continue
         if option not in known or option in _NOT_IN_FILES:
             possible = {*known, *LAUNCHER_OPTIONS} - {*_NOT_IN_FILES}
-            near = [each[2:] for each in difflib.get_close_matches(option, possible, n=2)]
+            near = [each[2:] for each in difflib.get_close_matches(option[:_LONGEST], possible, n=2)]
             hint = f"did you mean {' or '.join(near)}?" if near else "keys are options of the command line, see --help"
-            raise RunFileError(f"{path}: unknown key {key!r}; {hint}")
+            raise RunFileError(f"{path}: unknown key {_short(repr(key))}; {hint}")
         if option in replaced:
             continue
         parts = value if isinstance(value, list) else [value]
@@ -103,31 +106,41 @@ def training_words(path: Path, actions: Iterable[Action], given: Sequence[str]) 
 def _read(path: Path) -> dict[str, Any]:
     """Keys with dashes → values."""
     try:
-        content = tomllib.loads(path.read_text())
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        repr(content)  # a number in hexadecimal may have more digits than Python writes
     except OSError as error:
         raise RunFileError(
             f"--run-file {path} cannot be read: {error.strerror}; pass the path of a TOML file"
         ) from error
-    except ValueError as error:
-        raise RunFileError(f'--run-file {path} is not TOML: {error}; lines are like: preset = "1B"') from error
+    except (ValueError, RecursionError) as error:
+        raise RunFileError(f'--run-file {path} is not TOML: {_short(error)}; lines are like: preset = "1B"') from error
     for key, value in content.items():
         if isinstance(value, dict):
+            name = _short(repr(key)[1:-1])
             raise RunFileError(
-                f"{path}: [{key}] is a table; a run file has options of the command line only, no tables"
+                f"{path}: [{name}] is a table; a run file has options of the command line only, no tables"
             )
+        if any("\0" in part for part in (value if isinstance(value, list) else [value]) if isinstance(part, str)):
+            raise RunFileError(f"{path}: {_short(key)} has a NUL, which no path or option can hold; remove it")
     return {key.replace("_", "-"): value for key, value in content.items()}
+
+
+def _short(what: object) -> str:
+    """For a message, which is one line."""
+    text = str(what)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
 
 
 def _spelled_out(path: Path, action: Action, option: str, value: object, values: list[str]) -> list[str]:
     """``values`` are those of ``value`` as text."""
     if (action.nargs == 0) != isinstance(value, bool):
         kind = "a switch, give it as true or false" if action.nargs == 0 else "not a switch, give it a value"
-        raise RunFileError(f"{path}: {option[2:]} = {value!r}: this is {kind}")
+        raise RunFileError(f"{path}: {option[2:]} = {_short(repr(value))}: this is {kind}")
     if isinstance(value, bool):
         return [option] * value
     if isinstance(value, list):
         if action.nargs is None:
-            raise RunFileError(f"{path}: {option[2:]} = {value!r}: this takes one value, not a list")
+            raise RunFileError(f"{path}: {option[2:]} = {_short(repr(value))}: this takes one value, not a list")
         return [option, *values]
     return [f"{option}={values[0]}"]
 
@@ -140,7 +153,8 @@ def _filled(
     def look_up(match: re.Match[str]) -> str:
         key = match[1].replace("_", "-")
         if f"--{key}" not in known:
-            raise RunFileError(f"{path}: {{{match[1]}}} names no option; write for example {{exo-variant}} or {{seed}}")
+            name = _short(match[1])
+            raise RunFileError(f"{path}: {{{name}}} names no option; write for example {{exo-variant}} or {{seed}}")
         on_command_line = value_in(given, f"--{key}")
         return str(content.get(key, known[f"--{key}"].default) if on_command_line is None else on_command_line)
 

@@ -14,11 +14,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.training.checkpointing import load_checkpoint
 
-from megatron_exo.checkpoints.inspection import checkpoint_at, read_description
+from megatron_exo.checkpoints.inspection import checkpoint_at, described_as_here, read_description
 from megatron_exo.checkpoints.manifest import TOKENIZER_FOLDER
 from megatron_exo.convert.checkpoint_tensors import model_of
 from megatron_exo.convert.importing import architecture_arguments
 from megatron_exo.errors import UserError
+from megatron_exo.files import is_plain_name
 from megatron_exo.startup import Start, connect, understand
 
 
@@ -69,10 +70,16 @@ def model_arguments(folder: Path, described: Mapping[str, Any]) -> list[str]:
     The tokenizer is the copy that the checkpoint carries, or else the one that it was trained with.
 
     Raises:
-        UserError: the checkpoint's folder is not one of a run, or its model computes what ours does not.
+        UserError: the checkpoint's folder is not one of a run, or its model computes what ours does not, or it
+            does not say what model it is of.
     """
     if not folder.name.removeprefix("iter_").isdecimal():
         raise UserError(f"{folder} is not a folder iter_N of a run; give one")
+    with described_as_here(folder):
+        return _model_arguments(folder, described)
+
+
+def _model_arguments(folder: Path, described: Mapping[str, Any]) -> list[str]:
     exo, sizes = model_of(described)
     words = architecture_arguments(exo, sizes)
     for name, value in (
@@ -90,12 +97,10 @@ def model_arguments(folder: Path, described: Mapping[str, Any]) -> list[str]:
 
 
 def _tokenizer(folder: Path, described: Mapping[str, Any]) -> str | None:
-    named = described["arguments"]["tokenizer_model"]
-    copies = [
-        folder / TOKENIZER_FOLDER / name
-        for name, record in described.get("tokenizer", {}).get("files", {}).items()
-        if record["copied"]
-    ]
+    named, files = described["arguments"]["tokenizer_model"], described.get("tokenizer", {}).get("files", {})
+    if not all(map(is_plain_name, files)):
+        raise UserError(f"{folder} names files of a tokenizer that are outside of it; copy it again")
+    copies = [folder / TOKENIZER_FOLDER / name for name, record in files.items() if record["copied"]]
     if not copies:
         return None if named is None else str(named)
     # One file is the model itself; of several, their folder is what Megatron's tokenizers take.

@@ -12,6 +12,7 @@ import pytest
 
 from megatron_exo.checkpoints.inspection import checkpoint_at, compare
 from megatron_exo.data.sample_log import read_sample_log
+from megatron_exo.errors import UserError
 from tests.programs import MOCK_DATA, MODEL
 from tests.ranks import run_on_ranks
 
@@ -135,3 +136,16 @@ def test_repeated_iterations_count_once(tmp_path: Path) -> None:
     text = "\n".join(json.dumps({"iteration": step, "samples": samples}) for step, samples in lines)
     (tmp_path / "samples-dp0.jsonl").write_text(text)
     assert read_sample_log(tmp_path) == {1: [0], 2: [1], 3: [2], 4: [3]}
+
+
+def test_a_log_of_samples_names_the_line_that_it_cannot_read(tmp_path: Path) -> None:
+    log = tmp_path / "samples-dp0.jsonl"
+    for line in (
+        '{"iteration": 2, "sam',
+        '{"iteration": "2", "samples": []}',
+        '{"iteration": 2, "samples": [0.5]}',
+        "2",
+    ):
+        log.write_text('{"iteration": 1, "samples": [0]}\n' + line)
+        with pytest.raises(UserError, match=r"samples-dp0\.jsonl, line 2 is no record of a step"):
+            read_sample_log(tmp_path)

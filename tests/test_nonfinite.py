@@ -162,7 +162,9 @@ def test_an_update_whose_gradients_are_too_large_is_left_out_where_asked_for(tmp
 
 def test_a_file_that_is_no_batch_is_refused(stopped: tuple[Path, Outcome], tmp_path: Path) -> None:
     torch.save({"batches": [{"tokens": torch.zeros(1)}]}, tmp_path / "wrong.pt")
-    with pytest.raises(UserError, match=r"wrong.pt is no batch that a run has saved: a batch lacks a tensor;"):
+    with pytest.raises(
+        UserError, match=r"wrong.pt is no batch that a run has saved: ValueError: a batch lacks a tensor;"
+    ):
         read_batch(tmp_path / "wrong.pt")
     with pytest.raises(UserError, match="is no batch that a run has saved"):
         read_batch(tmp_path / "missing.pt")
@@ -186,6 +188,28 @@ def test_a_rank_that_reads_no_batches_has_another_save_the_one_in_which_it_finds
     replayed = _run(pretrain.main, tmp_path, "--exo-replay", str(path))
     assert replayed.status == 0, replayed.err
     assert "iteration 3/3" in replayed.out
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("labels", torch.zeros(3, 8, dtype=torch.int64), r"labels has the shape .3, 8., not .2, 8.;"),
+        ("tokens", torch.zeros(2, 8), "tokens is of torch.float32;"),
+        ("loss_mask", torch.zeros(2, 8, dtype=torch.int64), "loss_mask is of torch.int64;"),
+        ("sample_id", torch.zeros(1, 1), r"sample_id has the shape .1, 1., not .2.;"),
+        ("loss_mask", torch.ones(1, 1).expand(2, 8), "a tensor of 16 elements in 4 bytes;"),
+        ("tokens", "x", "AttributeError"),
+    ],
+)
+def test_a_batch_is_held_to_one_shape_and_its_types(tmp_path: Path, name: str, value: object, message: str) -> None:
+    whole = {key: torch.zeros(2, 8, dtype=torch.int64) for key in ("tokens", "labels", "position_ids")}
+    whole |= {"loss_mask": torch.ones(2, 8), "sample_id": torch.zeros(2, 1, dtype=torch.int64)}
+    torch.save({"batches": [whole, whole]}, tmp_path / "batch.pt")
+    assert len(read_batch(tmp_path / "batch.pt")) == 2
+    torch.save({"batches": [whole, whole | {name: value}]}, tmp_path / "batch.pt")
+    with pytest.raises(UserError, match=message) as refusal:
+        read_batch(tmp_path / "batch.pt")
+    assert "\n" not in str(refusal.value)
 
 
 def test_a_rank_that_keeps_no_batch_names_the_step(tmp_path: Path) -> None:

@@ -122,11 +122,31 @@ def test_the_launchers_keys_go_to_torchrun_alone(parse: Any, write: Any) -> None
         ('save = "runs/{sed}"', "run.toml: {sed} names no option; write for example {exo-variant} or {seed}"),
         ("[model]\nseed = 1", "run.toml: .model. is a table; a run file has options"),
         ("seed", '--run-file .*run.toml is not TOML: .*; lines are like: preset = "1B"'),
+        ("seed = 0x" + "f" * 5000, "run.toml is not TOML: Exceeds the limit"),
+        ("seed = " + "[" * 100_000, "run.toml is not TOML: maximum recursion"),
+        ("x" * 100_000 + " = 1", "run.toml: unknown key 'x*…; keys are options"),
+        ('"a\\nb" = 1', "run.toml: unknown key 'a.*nb'"),
+        ('["a\\nb"]', r"run.toml: .a\\nb. is a table"),
+        ("seed = [1, " + '"' + "x" * 10_000 + '"]', "run.toml: seed = .1, 'x*…: this takes one value"),
+        ('data-path = ["a", "b\\u0000"]', "run.toml: data-path has a NUL, which no path or option can hold"),
+        ('save = "{' + "x" * 10_000 + '}"', "run.toml: {x*…} names no option"),
     ],
+    ids=lambda value: value[:40],
 )
 def test_what_a_file_cannot_mean_is_refused(parse: Any, write: Any, text: str, message: str) -> None:
-    with pytest.raises(RunFileError, match=message):
+    with pytest.raises(RunFileError, match=message) as refusal:
         parse(write(text))
+    assert "\n" not in str(refusal.value)
+    assert len(str(refusal.value)) < 1000
+
+
+def test_a_file_is_utf_8_whatever_the_locale(parse: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LC_ALL", "C")
+    (tmp_path / "run.toml").write_bytes('save = "läufe"'.encode())
+    assert parse(tmp_path / "run.toml").save == "läufe"
+    (tmp_path / "run.toml").write_bytes('save = "läufe"'.encode("latin-1"))
+    with pytest.raises(RunFileError, match=r"run.toml is not TOML: 'utf-8' codec can't decode"):
+        parse(tmp_path / "run.toml")
 
 
 def test_a_file_that_is_not_there_is_named(parse: Any, tmp_path: Path) -> None:

@@ -63,29 +63,16 @@ def main(argv: list[str] | None = None) -> None:
     args, megatron = parse_args(argv)
     with one_line_errors():
         platform.activate()
-        from megatron_exo.generation import Sampling
+        from megatron_exo.generation import Sampling, read_prompts
 
         sampling = Sampling(args.max_new_tokens, args.temperature, args.top_k, args.top_p, args.seed)
-        texts = _texts(args)
+        texts = args.prompt or args.ids or read_prompts(args.prompts)
         if (args.model / "config.json").is_file():
             if megatron:
                 raise UserError(f"{megatron[0]} is Megatron's, and {args.model} is a Hugging Face folder; leave it out")
             _with_transformers(args, sampling, texts)
         else:
             _with_megatron(args, megatron, sampling, texts)
-
-
-def _texts(args: argparse.Namespace) -> list[str]:
-    """The prompts as they are given; ids as their digits."""
-    if args.prompts is None:
-        return args.prompt or args.ids
-    try:
-        lines = [line for line in args.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--prompts {args.prompts} cannot be read: {error}") from error
-    if not lines:
-        raise UserError(f"--prompts {args.prompts} has no line with text; write one prompt a line")
-    return lines
 
 
 def _ids_of(texts: Sequence[str], are_ids: bool, encode: Callable[[str], list[int]]) -> list[list[int]]:
@@ -154,9 +141,11 @@ def _with_megatron(args: argparse.Namespace, megatron: list[str], sampling: Samp
 
 
 def _check_tokenizer(path: Path) -> None:
-    from megatron_exo.checkpoints.inspection import checkpoint_at, read_description
+    from megatron_exo.checkpoints.inspection import checkpoint_at, described_as_here, read_description
 
-    kind = read_description(checkpoint_at(path))["arguments"]["tokenizer_type"]
+    folder = checkpoint_at(path)
+    with described_as_here(folder):
+        kind = read_description(folder)["arguments"]["tokenizer_type"]
     if kind == "NullTokenizer":
         raise UserError(f"{path} was trained on mock data, without a tokenizer; pass --ids '1 2 3' in place of text")
 

@@ -18,11 +18,8 @@ import argparse
 import sys
 from pathlib import Path
 
-import torch
-
 from megatron_exo import platform
-from megatron_exo.errors import UserError, one_line_errors
-from megatron_exo.plain_pickle import check_saved, check_tensor, reason
+from megatron_exo.errors import one_line_errors
 
 
 def parse_args(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
@@ -54,28 +51,10 @@ def main() -> None:
             export_reference(args.file, args.hf, Options())
             return
         from megatron_exo.convert.importing import from_reference, import_model
+        from megatron_exo.convert.reference import read_tokens
 
         tokens = None if args.tokens is None else read_tokens(args.tokens)
         import_model(from_reference(args.file), megatron, save=args.save, tokens=tokens, logits=args.logits)
-
-
-def read_tokens(path: Path) -> torch.Tensor:
-    """The int64 tensor ``[b, s]`` in a file of ``torch.save``.
-
-    Raises:
-        UserError: the file holds anything else; nothing in it has been executed.
-    """
-    try:
-        with path.open("rb") as file:
-            check_saved(file)
-            tokens = torch.load(file, map_location="cpu", weights_only=True)
-        if isinstance(tokens, torch.Tensor):
-            check_tensor(tokens)
-    except Exception as error:  # damaged bytes raise whatever they like
-        raise UserError(f"{path} is not a tensor saved with torch.save: {reason(error)}") from error
-    if not isinstance(tokens, torch.Tensor) or tokens.dtype != torch.int64 or tokens.dim() != 2 or not tokens.numel():
-        raise UserError(f"{path} must hold an int64 tensor [b, s]")
-    return tokens
 
 
 if __name__ == "__main__":

@@ -5,29 +5,33 @@ from __future__ import annotations
 import dataclasses
 import re
 import textwrap
-import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_exo.checkpoints.integrity import damages, read_manifest
 from megatron_exo.checkpoints.manifest import describe, plain
 from megatron_exo.checkpoints.reading import (
     TRACKER,
     CheckpointError,
+    DamagedCheckpointError,
+    folder_named_in,
     folder_of,
     read_index,
     read_saved_arguments,
     read_shared_state,
     steps_of,
 )
+from megatron_exo.checkpoints.tensors import read_tensor
 from megatron_exo.config import ExoConfig
+from megatron_exo.errors import UserError
+from megatron_exo.plain_pickle import reason
 
 _BLOCK = 1 << 22
 """Elements that are compared at once, in double precision."""
@@ -45,13 +49,12 @@ def checkpoint_at(path: Path) -> Path:
     if re.fullmatch(r"iter_\d+|release", path.name) or (path / ".metadata").exists():
         return path
     try:
-        text = (path / TRACKER).read_text(errors="replace").strip()
+        folder = folder_named_in(path / TRACKER)
     except FileNotFoundError:
         there = ", ".join(map(str, steps_of(path))) or "none"
         raise CheckpointError(f"{path} has no {TRACKER}; give a folder iter_N in it (iterations: {there})") from None
-    folder = folder_of(path, int(text)) if text.isdecimal() else path / text
-    if not text or not folder.is_dir():
-        raise CheckpointError(f"{path / TRACKER} names {text[:40]!r}, which is not there; give a folder iter_N in it")
+    if not folder.is_dir():
+        raise CheckpointError(f"{path / TRACKER} names {folder.name}, which is not there; give a folder iter_N in it")
     return folder
 
 
@@ -65,7 +68,25 @@ def read_description(folder: Path) -> dict[str, Any]:
         return manifest
     index = read_index(folder)
     args = read_saved_arguments(folder, index)
-    return describe(args, read_shared_state(folder, index)["iteration"], index)
+    with described_as_here(folder):
+        return describe(args, read_shared_state(folder, index)["iteration"], index)
+
+
+@contextmanager
+def described_as_here(folder: Path) -> Iterator[None]:
+    """Around what reads a description: any error is that of a checkpoint that describes itself in another way.
+
+    Raises:
+        DamagedCheckpointError: for whatever the body raises but a ``UserError``.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # whatever a field that is missing, or of another type, leads to
+        raise DamagedCheckpointError(
+            f"{folder} does not describe itself as this program's checkpoints do: {reason(error)}; copy it again"
+        ) from error
 
 
 def describe_run(root: Path, *, checksums: bool) -> dict[int, list[str]]:
@@ -74,7 +95,16 @@ def describe_run(root: Path, *, checksums: bool) -> dict[int, list[str]]:
 
 
 def format_description(folder: Path, described: Mapping[str, Any]) -> str:
-    """Lines for a person, of a label and a text each."""
+    """Lines for a person, of a label and a text each.
+
+    Raises:
+        DamagedCheckpointError: a field of the description is missing, or not what it is in ours.
+    """
+    with described_as_here(folder):
+        return _format_description(folder, described)
+
+
+def _format_description(folder: Path, described: Mapping[str, Any]) -> str:
     model, layout, tensors = described["model"], described["layout"], described["tensors"]
     exo = ExoConfig(**model["exo"])
     step, samples, tokens = (described[name] for name in ("step", "consumed_samples", "consumed_tokens"))
@@ -191,28 +221,18 @@ def compare(first: Path, second: Path) -> Difference:
     return difference
 
 
-class _Reader(dcp.FileSystemReader):
-    """PyTorch's reader of a checkpoint, with the index read as data."""
+class _Reader:
+    """What a checkpoint holds, read as data."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
         self.folder = folder
         self.index = read_index(folder)
         self._places: dict[str, list[Any]] = {}
         for key, place in (self.index.storage_data or {}).items():
             self._places.setdefault(key.fqn, []).append(place)
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self.index
-
     def read_tensor(self, name: str) -> Tensor:
-        metadata = self.index.state_dict_metadata[name]
-        assert isinstance(metadata, TensorStorageMetadata)
-        state = {name: torch.empty(metadata.size, dtype=metadata.properties.dtype)}
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*assuming the intent is to load in a single process")
-            dcp.load(state, storage_reader=self, no_dist=True)
-        return state[name]
+        return read_tensor(self.folder, self.index, name)
 
     def read_bytes(self, name: str) -> list[bytes]:
         """What is stored under the name of an object."""
@@ -229,7 +249,7 @@ def _settings(reader: _Reader) -> dict[str, Any]:
     for name in ("files", "created", "command", "format", "format_version"):
         described.pop(name, None)
     shared = read_shared_state(reader.folder, reader.index)
-    shared.pop("args")
+    shared.pop("args", None)
     return dict(_flat("", described | {"shared state": shared}))
 
 

@@ -67,7 +67,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     except (ValueError, TypeError, KeyError, AttributeError, OSError, RecursionError) as error:
         raise DamagedCheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
     if (version := content.get("format_version")) != FORMAT_VERSION:
-        raise DamagedCheckpointError(f"{path} is of format {str(version)[:40]}, this program reads {FORMAT_VERSION}")
+        raise DamagedCheckpointError(f"{path} is of format {repr(version)[:40]}, this program reads {FORMAT_VERSION}")
     return content
 
 

@@ -23,6 +23,8 @@ from megatron_exo.errors import UserError
 from megatron_exo.plain_pickle import check_saved, read_index_pickle, reason
 
 TRACKER = "latest_checkpointed_iteration.txt"
+_LONGEST_TRACKER = 18
+"""Digits of an iteration; more are no number that was written there."""
 
 
 class CheckpointError(UserError):
@@ -42,6 +44,24 @@ def steps_of(root: Path) -> list[int]:
     """The iterations that have a folder in ``root``, ascending; whether they are whole is another question."""
     names = (path.name for path in root.glob("iter_*") if path.is_dir())
     return sorted(int(name.removeprefix("iter_")) for name in names if re.fullmatch(r"iter_\d{7,}", name))
+
+
+def folder_named_in(tracker: Path) -> Path:
+    """The folder of the checkpoint that a run's tracker names, beside it; it need not be there.
+
+    Raises:
+        FileNotFoundError: there is no tracker.
+        CheckpointError: it names no iteration.
+    """
+    with tracker.open("rb") as file:
+        text = file.read(_LONGEST_TRACKER + 1).decode(errors="replace").strip()
+    if text == "release":
+        return tracker.with_name(text)
+    if not (text.isascii() and text.isdecimal() and len(text) <= _LONGEST_TRACKER):
+        raise CheckpointError(
+            f"{tracker} does not name an iteration but {text[:40]!r}; write the number of a folder iter_N there"
+        )
+    return folder_of(tracker.parent, int(text))
 
 
 def read_index(folder: Path) -> Metadata:

@@ -6,20 +6,19 @@ over all pipeline stages in the key. So one process can put each tensor together
 
 from __future__ import annotations
 
-import io
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megatron_exo.checkpoints.reading import DamagedCheckpointError, read_index
+from megatron_exo.checkpoints.reading import read_index
+from megatron_exo.checkpoints.tensors import read_tensor
 from megatron_exo.config import ExoConfig
 from megatron_exo.convert.mapping import ConversionError, ModelSizes
-from megatron_exo.plain_pickle import check_saved, check_tensor, reason
+from megatron_exo.plain_pickle import reason
 from megatron_exo.shards import LAYER, unfused
 
 _PARTS_OF_A_MODEL = ("embedding.", "decoder.", "output_layer.")
@@ -97,88 +96,13 @@ class CheckpointTensors:
         Raises:
             DamagedCheckpointError: its chunks do not make up the tensor, or one cannot be read; names the tensor.
         """
-        key, kind = self._stored[name]
-        try:
-            _check_chunks(kind)
-            chunks = [self._read_chunk(key, kind, chunk) for chunk in kind.chunks[:1]]
-            if len(kind.chunks) == 1:
-                return chunks[0]
-            whole = torch.empty(kind.size, dtype=kind.properties.dtype)
-            for chunk in kind.chunks:
-                part = chunks.pop() if chunks else self._read_chunk(key, kind, chunk)
-                place = tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))
-                whole[place] = part
-                del part  # before the next is read
-            return whole
-        except Exception as error:  # damaged bytes raise whatever they like
-            raise DamagedCheckpointError(f"{self._folder}: {name} cannot be read: {reason(error)}") from error
-
-    def _read_chunk(self, key: str, kind: TensorStorageMetadata, chunk: ChunkStorageMetadata) -> Tensor:
-        place = self._index.storage_data[MetadataIndex(key, chunk.offsets)]
-        size = math.prod(chunk.sizes) * kind.properties.dtype.itemsize
-        if size > place.length or place.transform_descriptors:
-            raise ValueError(f"a chunk of {size} bytes is stored in {place.length}, or in another way than plainly")
-        with (self._folder / place.relative_path).open("rb") as file:
-            section = cast(BinaryIO, _Section(file, place.offset, place.length))
-            check_saved(section)
-            part = torch.load(section, map_location="cpu", weights_only=True)
-        if not isinstance(part, Tensor):
-            raise ValueError(f"a chunk is a {type(part).__name__}")
-        check_tensor(part)
-        if part.shape != chunk.sizes or part.dtype != kind.properties.dtype:
-            raise ValueError(f"a chunk is {part.dtype} {list(part.shape)}, not as the index says")
-        return part
-
-
-class _Section(io.RawIOBase):
-    """A part of a file as a file of its own; reading it copies nothing but what is asked for."""
-
-    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
-        self._file, self._start, self._length, self._position = file, start, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
-        self._position = max(0, base + offset)
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        count = max(0, min(len(view), self._length - self._position))
-        self._file.seek(self._start + self._position)
-        count = self._file.readinto(view[:count])  # type: ignore[attr-defined]
-        self._position += count
-        return count
+        return read_tensor(self._folder, self._index, self._stored[name][0])
 
 
 def _our_name(key: str) -> str:
     """Checkpoints keep the names of Transformer Engine's fused modules, whoever saved them."""
     layer = LAYER.match(key)
     return key if layer is None else layer[0] + unfused(key[layer.end() :])
-
-
-def _check_chunks(kind: TensorStorageMetadata) -> None:
-    """Refuse chunks that leave a part of the tensor out, or say a part twice."""
-    boxes = [[(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True)] for chunk in kind.chunks]
-    if not all(len(box) == len(kind.size) for box in boxes):
-        raise ValueError("chunks of another rank than the tensor")
-    within = all(0 <= a <= b <= size for box in boxes for (a, b), size in zip(box, kind.size, strict=True))
-    covered = sum(math.prod(chunk.sizes) for chunk in kind.chunks)
-    overlap = any(
-        all(a < d and c < b for (a, b), (c, d) in zip(one, other, strict=True))
-        for number, one in enumerate(boxes)
-        for other in boxes[:number]
-    )
-    if not within or overlap or covered != math.prod(kind.size):
-        raise ValueError(f"its {len(boxes)} chunks do not make up a tensor of {list(kind.size)}")
 
 
 def model_of(description: Mapping[str, Any]) -> tuple[ExoConfig, ModelSizes]:
@@ -227,6 +151,6 @@ def check_sizes(sizes: ModelSizes) -> None:
     """
     for name, value in vars(sizes).items():
         if name != "tied" and not 0 < value < _LARGEST:
-            raise ConversionError(f"{name} is {value}, which is no size of a model")
+            raise ConversionError(f"{name} is {str(value)[:40]}, which is no size of a model")
     if sizes.num_attention_heads % sizes.num_query_groups:
         raise ConversionError(f"{sizes.num_attention_heads} heads cannot share {sizes.num_query_groups} query groups")

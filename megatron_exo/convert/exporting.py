@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import megatron_exo
-from megatron_exo.checkpoints.inspection import checkpoint_at, read_description
+from megatron_exo.checkpoints.inspection import checkpoint_at, described_as_here, read_description
 from megatron_exo.checkpoints.integrity import MANIFEST, damages, digest_of, read_manifest, sha256_of
 from megatron_exo.checkpoints.manifest import TOKENIZER_FOLDER
 from megatron_exo.checkpoints.reading import DamagedCheckpointError, check_objects, read_index
@@ -121,22 +121,26 @@ def export_checkpoint(path: Path, out: Path, options: Options) -> None:
     """
     folder = checkpoint_at(path)
     check_free(out)
-    for damage in damages(folder, checksums=options.verify):
+    export(source_of(folder, checksums=options.verify), out, options)
+
+
+def source_of(folder: Path, *, checksums: bool) -> Source:
+    """The model in the folder of a checkpoint, whose tensors are still to be read; raises as the above."""
+    for damage in damages(folder, checksums=checksums):
         raise DamagedCheckpointError(f"{damage}; copy it again, or convert another one")
     description = read_description(folder)
     exo, sizes = model_of(description)
     check_objects(folder, read_index(folder))
-    come_from = _provenance(folder, description)
-    source = Source(
-        exo,
-        sizes,
-        CheckpointTensors(folder),
-        come_from,
-        verification.load_checkpoint(folder),
-        description.get("tokenizer", {}),
-        folder / TOKENIZER_FOLDER,
-    )
-    export(source, out, options)
+    with described_as_here(folder):
+        return Source(
+            exo,
+            sizes,
+            CheckpointTensors(folder),
+            _provenance(folder, description),
+            verification.load_checkpoint(folder),
+            description.get("tokenizer", {}),
+            folder / TOKENIZER_FOLDER,
+        )
 
 
 def _provenance(folder: Path, description: Mapping[str, Any]) -> Provenance:
@@ -176,7 +180,7 @@ def export(source: Source, out: Path, options: Options) -> None:
     """
     if options.push_to is not None:
         hub.check_hub(options.push_to)
-    shards = plan_shards(_groups(source, options.dtype), options.shard_size)
+    shards = plan_shards(groups_of(source, options.dtype), options.shard_size)
     identity = {
         "source": source.come_from.sha256,
         "dtypes": _digest([[*group.row.their_names, str(group.dtype)] for shard in shards for group in shard]),
@@ -205,8 +209,12 @@ def export(source: Source, out: Path, options: Options) -> None:
         print(f"pushed to {hub.push(out, options.push_to)}", flush=True)
 
 
-def _groups(source: Source, dtype: torch.dtype | None) -> list[Group]:
-    """Every row of the table with its dtype in the file, once names and shapes have been held against the source."""
+def groups_of(source: Source, dtype: torch.dtype | None) -> list[Group]:
+    """Every row of the table with its dtype in the file, once names and shapes have been held against the source.
+
+    Raises:
+        ConversionError: a tensor is missing, unexpected, or of a wrong shape or dtype: which.
+    """
     tensors, sizes = source.tensors, source.sizes
     count = sum(1 for _ in tensors)
     if sizes.num_layers > count:  # before a table of so many rows is made

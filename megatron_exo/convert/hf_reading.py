@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_exo.config import ExoConfig
 from megatron_exo.convert.checkpoint_tensors import check_sizes
-from megatron_exo.convert.hugging_face import from_hf_config, hf_mapping
+from megatron_exo.convert.hugging_face import MODEL_TYPE, from_hf_config, hf_mapping
 from megatron_exo.convert.mapping import ConversionError, ModelSizes, ParameterMapping, check_state
 from megatron_exo.convert.safetensors_writing import DTYPE_NAMES, INDEX
 from megatron_exo.plain_pickle import reason
@@ -68,6 +68,19 @@ def read_folder(folder: Path) -> HuggingFaceFolder:
         _FolderState(folder, places, {row.ours: row for row in table}),
         frozenset(dtype for _, dtype in headers.values()),
     )
+
+
+def check_plain(folder: Path) -> bool:
+    """Whether the model that ``config.json`` describes is an ExoFormer.
+
+    Raises:
+        ConversionError: the file cannot be read, or names an implementation of attention that is to be downloaded.
+    """
+    config = _read_json(folder / "config.json")
+    for name in ("attn_implementation", "_attn_implementation"):
+        if "/" in str(config.get(name)):  # a repository of the hub, with code
+            raise ConversionError(f"{folder / 'config.json'}: {name} names code from elsewhere; remove it")
+    return config.get("model_type") == MODEL_TYPE
 
 
 class _FolderState(Mapping[str, Tensor]):

@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_exo.convert.mapping import ConversionError
 from megatron_exo.data.tokenizers import SENTENCEPIECE_TYPES, Tokenizer, TokenizerError, TokenizerSpec
+from megatron_exo.files import is_plain_name
 from megatron_exo.plain_pickle import reason
 
 _PLAIN_CONFIG = {"tokenizer_class": "PreTrainedTokenizerFast", "padding_side": "left"}
@@ -50,7 +51,7 @@ def write_tokenizer(described: Mapping[str, Any], copies: Path, folder: Path, *,
         ConversionError: they are not what the manifest says.
     """
     kind, names = described.get("type"), described.get("files") or {}
-    if not isinstance(names, Mapping) or not all(_is_plain_name(name) for name in names):
+    if not isinstance(names, Mapping) or not all(is_plain_name(name) for name in names):
         raise ConversionError("the manifest of the checkpoint names tokenizer files that are no names of files")
     files = [copies / name for name in names]
     if not files:
@@ -122,14 +123,14 @@ def _write_hugging_face(files: list[Path], folder: Path) -> WrittenTokenizer:
     for file in files:
         shutil.copyfile(file, folder / file.name)
     config = folder / "tokenizer_config.json"
-    content = {**_PLAIN_CONFIG}
-    if config.exists():
-        try:
+    content: Any = {**_PLAIN_CONFIG}
+    try:
+        if config.exists():
             content = json.loads(config.read_text(encoding="utf-8"))
             content.pop("auto_map", None)  # code from elsewhere, for those who trust this folder's
-        except (ValueError, AttributeError, TypeError, RecursionError) as error:
-            raise TokenizerError(f"{config.name} of the checkpoint is damaged: {reason(error)}") from error
-    config.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        config.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    except (ValueError, AttributeError, TypeError, RecursionError) as error:
+        raise TokenizerError(f"{config.name} of the checkpoint is damaged: {reason(error)}") from error
     return WrittenTokenizer(ours.eod, "")
 
 
@@ -159,7 +160,3 @@ def _difference(ours: Tokenizer, theirs: Any) -> str:
             return f"it encodes {text[:60]!r} otherwise"
     theirs.encode_special_tokens = False
     return ""
-
-
-def _is_plain_name(name: Any) -> bool:
-    return isinstance(name, str) and Path(name).name == name and name not in ("", ".", "..")

@@ -26,6 +26,8 @@ from megatron_exo.convert.mapping import (
 )
 
 MODEL_TYPE = "exoformer"
+_LONGEST = 40
+"""Characters of a choice in a configuration; no choice has so many."""
 _SIZES = {
     # their name: ours
     "num_hidden_layers": "num_layers",
@@ -59,11 +61,13 @@ def from_hf_config(config: Mapping[str, Any]) -> tuple[ExoConfig, ModelSizes]:
         ExoConfigError: axes that contradict each other.
     """
     if config.get("model_type", MODEL_TYPE) != MODEL_TYPE:
-        raise ConversionError(f"the configuration is that of a {config['model_type']!r} model, not of an {MODEL_TYPE}")
+        raise ConversionError(
+            f"the configuration is that of a {repr(config['model_type'])[:_LONGEST]} model, not of an {MODEL_TYPE}"
+        )
     fields = {field.name: type(field.default) for field in dataclasses.fields(ExoConfig)}
     rope = _typed(config, "rope_parameters", dict)
     if rope.get("rope_type", "default") != "default":
-        raise ConversionError(f"rope_type is {rope['rope_type']!r}; our models have only 'default'")
+        raise ConversionError(f"rope_type is {repr(rope['rope_type'])[:_LONGEST]}; our models have only 'default'")
     types = {field.name: field.type for field in dataclasses.fields(ModelSizes)}
     kinds = {"int": int, "float": float, "bool": bool}
     sizes = {ours: _typed(config, theirs, kinds[str(types[ours])]) for theirs, ours in _SIZES.items()}
@@ -182,6 +186,6 @@ def _typed(config: Mapping[str, Any], name: str, kind: type) -> Any:
     value = config[name]
     if kind is float and type(value) is int:
         value = float(value)
-    if type(value) is not kind:
-        raise ConversionError(f"the configuration has {name}={value!r}, which is no {kind.__name__}")
+    if type(value) is not kind or (isinstance(value, str) and len(value) > _LONGEST):
+        raise ConversionError(f"the configuration has {name}={repr(value)[:_LONGEST]}, which is no {kind.__name__}")
     return value

@@ -33,6 +33,7 @@ from megatron_exo.convert.mapping import (
     per_layer,
 )
 from megatron_exo.convert.reference_switches import ReferenceFormatError, exo_from_switches, sizes_from_switches
+from megatron_exo.errors import UserError
 from megatron_exo.plain_pickle import check_saved, check_tensor, reason
 
 
@@ -164,6 +165,25 @@ def read_reference_checkpoint(path: str | Path) -> ReferenceCheckpoint:
         layout="model2" if is_model2 else "current",
         dropped=(*unused, *rows),
     )
+
+
+def read_tokens(path: Path) -> Tensor:
+    """The int64 tensor ``[b, s]`` in a file of ``torch.save``, to hold a model of ours against the author's on.
+
+    Raises:
+        UserError: the file holds anything else; nothing in it has been executed.
+    """
+    try:
+        with path.open("rb") as file:
+            check_saved(file)
+            tokens = torch.load(file, map_location="cpu", weights_only=True)
+        if isinstance(tokens, Tensor):
+            check_tensor(tokens)
+    except Exception as error:  # damaged bytes raise whatever they like
+        raise UserError(f"{path} is not a tensor saved with torch.save: {reason(error)}") from error
+    if not isinstance(tokens, Tensor) or tokens.dtype != torch.int64 or tokens.dim() != 2 or not tokens.numel():
+        raise UserError(f"{path} must hold an int64 tensor [b, s]")
+    return tokens
 
 
 def _load(path: Path) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 MIN_WORDS = 6
 MIN_WORDS_FROM_LOWER_CASE = 12
 MAX_CHARACTERS = 6000
+_LONGEST_MARKUP = 4 * MAX_CHARACTERS
+"""Characters with markup; to look for its ends takes time that grows with the square of the length."""
 
 _STOP_WORDS = frozenset(
     re.findall(
@@ -58,6 +60,8 @@ def paragraphs(text: str) -> Iterator[str]:
     """The paragraphs of a text that are English prose, each reflowed into one line, without inline markup."""
     for block in _blocks(text):
         paragraph = " ".join(block)
+        if len(paragraph) > _LONGEST_MARKUP:
+            continue
         for pattern, replacement in _MARKUP:
             paragraph = pattern.sub(replacement, paragraph)
         paragraph = paragraph.strip()

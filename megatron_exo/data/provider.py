@@ -18,6 +18,10 @@ from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_l
 
 from megatron_exo.argument_checks import NO_DATA
 from megatron_exo.data.validate import DatasetError, check_dataset, check_sidecar
+from megatron_exo.plain_pickle import reason
+
+_LONGEST_PREFIX = 900
+"""Characters; a message that repeats a prefix is still a line."""
 
 
 def check_data_arguments(args: Namespace, tokenizer: Any) -> None:
@@ -43,9 +47,11 @@ def check_data_arguments(args: Namespace, tokenizer: Any) -> None:
         return
     try:
         blend, blend_per_split = get_blend_and_blend_per_split(args)
-    except (OSError, AssertionError, KeyError, TypeError, ValueError) as error:
+    except Exception as error:  # Megatron takes the content of the files for what it should be
         named = args.data_args_path or args.per_split_data_args_path or "--data-path"
-        raise DatasetError(f"{named} cannot be read as dataset prefixes, with or without weights: {error}") from error
+        raise DatasetError(
+            f"{named} cannot be read as dataset prefixes, with or without weights: {reason(error)}"
+        ) from error
     shared = _prefixes([blend])
     prefixes = shared or _prefixes(blend_per_split or [])
     if not prefixes:
@@ -53,6 +59,10 @@ def check_data_arguments(args: Namespace, tokenizer: Any) -> None:
     if args.full_validation:
         _check_full_validation(args, blend or blend_per_split[1])
     for prefix in prefixes:
+        if not str(prefix).isprintable() or len(str(prefix)) > _LONGEST_PREFIX:
+            raise DatasetError(
+                f"{str(prefix)[:80]!r} … is no prefix of a dataset; name files with shorter, plain names"
+            )
         report = check_dataset(prefix, vocab_size=tokenizer.vocab_size)
         check_sidecar(prefix, args.tokenizer_type, args.tokenizer_model, tokenizer.vocab_size)
         if shared:

@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from megatron_exo.errors import UserError
+from megatron_exo.plain_pickle import reason
+
 SAMPLE_ID = "sample_id"
 
 
@@ -60,17 +63,34 @@ def read_sample_log(folder: Path) -> dict[int, list[int]]:
     """Iteration → its samples, sorted, from the files of all ranks in a run's ``logs``.
 
     A run that was resumed repeats the iterations after its last checkpoint; what it took at last counts.
+
+    Raises:
+        UserError: a line is none that a run writes: which.
     """
     steps: dict[int, list[int]] = {}
     for path in sorted(folder.glob("samples-dp*.jsonl")):
         mine: dict[int, list[int]] = {}
         previous = 0
-        for line in path.read_text().splitlines():
-            record = json.loads(line)
-            if record["iteration"] < previous:
-                mine = {step: samples for step, samples in mine.items() if step < record["iteration"]}
-            previous = record["iteration"]
-            mine.setdefault(previous, []).extend(record["samples"])
+        for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+            try:
+                iteration, samples = _record(line)
+            except (ValueError, TypeError, KeyError, RecursionError) as error:
+                raise UserError(
+                    f"{path}, line {number} is no record of a step ({reason(error)}); remove it, if the run was killed "
+                    "while it wrote it, or copy the file again"
+                ) from error
+            if iteration < previous:
+                mine = {step: samples for step, samples in mine.items() if step < iteration}
+            previous = iteration
+            mine.setdefault(iteration, []).extend(samples)
         for step, samples in mine.items():
             steps[step] = sorted(steps.get(step, []) + samples)
     return steps
+
+
+def _record(line: bytes) -> tuple[int, list[int]]:
+    record = json.loads(line)
+    iteration, samples = record["iteration"], record["samples"]
+    if type(iteration) is not int or type(samples) is not list or not all(type(each) is int for each in samples):
+        raise ValueError("its numbers are no whole ones")
+    return iteration, samples

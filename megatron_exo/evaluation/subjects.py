@@ -101,14 +101,14 @@ class Checkpoint:
         return computed
 
     def tokenizer(self) -> Any:
-        from transformers import AutoTokenizer
+        from megatron_exo.hf.loading import load_tokenizer
 
         described = read_description(self.path).get("tokenizer", {})
         with tempfile.TemporaryDirectory() as folder:
             written = write_tokenizer(described, self.path / TOKENIZER_FOLDER, Path(folder), max_length=self.longest)
             if written.notice:
                 raise UserError(f"tasks are text, and the checkpoint has {written.notice}")
-            return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            return load_tokenizer(Path(folder))
 
     def check_dataset_tokenizer(self, prefix: str) -> None:
         args = self.model.start.args
@@ -148,17 +148,11 @@ class Folder:
         from transformers import AutoModelForCausalLM
         from transformers.utils.logging import disable_progress_bar
 
-        import megatron_exo.hf  # noqa: F401  (registers ExoFormer)
+        from megatron_exo.hf.loading import load_model  # its package registers ExoFormer
 
         disable_progress_bar()
         self.path = path
-        try:
-            self.model = AutoModelForCausalLM.from_pretrained(
-                path, dtype=dtype or "auto", local_files_only=True, trust_remote_code=False
-            )
-        except (OSError, ValueError, KeyError) as error:
-            raise UserError(f"{path} cannot be loaded: {error}") from error
-        self.model.eval().to(platform.device())
+        self.model = load_model(AutoModelForCausalLM, path, dtype=dtype or "auto").to(platform.device())
         config = self.model.config
         self.vocab_size, self.longest = config.vocab_size, config.max_position_embeddings
         eos = config.eos_token_id
@@ -180,12 +174,12 @@ class Folder:
         return torch.stack(losses)
 
     def tokenizer(self) -> Any:
-        from transformers import AutoTokenizer
+        from megatron_exo.hf.loading import load_tokenizer
 
         try:
-            return AutoTokenizer.from_pretrained(self.path, local_files_only=True, trust_remote_code=False)
-        except (OSError, ValueError, KeyError) as error:
-            raise UserError(f"tasks are text, and {self.path} has no tokenizer that can be loaded: {error}") from error
+            return load_tokenizer(self.path)
+        except UserError as error:
+            raise UserError(f"tasks are text, and {error}") from error
 
     def check_dataset_tokenizer(self, prefix: str) -> None:
         has_tokenizer = (self.path / "tokenizer.json").is_file()

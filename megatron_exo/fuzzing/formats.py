@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import pickle
 import struct
 import zipfile
 from random import Random
+from typing import Any
 
 from megatron_exo.fuzzing.damage import NUMBERS, damage_bytes, damage_json
 
@@ -156,3 +158,101 @@ def damage_manifest(data: bytes, rng: Random) -> bytes:
         document.pop("sha256", None)
         document = {"sha256": digest_of(document), **document}
     return json.dumps(document).encode()
+
+
+def damage_safetensors(data: bytes, rng: Random) -> bytes:
+    """Damage the header, whose length stays right, or say another length; now and then give a tensor twice."""
+    end = 8 + int.from_bytes(data[:8], "little")
+    header, body = data[8:end], data[end:]
+    action = rng.randrange(10)
+    if action == 0:
+        length = rng.choice((*NUMBERS, len(header) - 1, len(header) + 8, len(data), len(data) - 8))
+        return (length % (1 << 64)).to_bytes(8, "little") + data[8:]
+    if action <= 4:
+        header = damage_json(header, rng)
+    else:
+        entries = json.loads(header)
+        name, other = rng.sample([name for name in entries if name != "__metadata__"], 2)
+        entry = entries[name]
+        if action == 5:
+            place, number = rng.randrange(2), rng.choice((*NUMBERS, len(body), len(body) + 4, -4))
+            entry["data_offsets"][place] = number
+        elif action == 6:
+            shape = entry["shape"]
+            odd = [[], [0], [-1], [1 << 62, 4], shape[::-1], [*shape, 1], [1] * 100_000, [0, 1 << 62]]
+            entry["shape"] = rng.choice(odd)
+        elif action == 7:
+            entry["dtype"] = rng.choice(("F64", "F16", "I64", "BOOL", "F8_E4M3", "F4", "C64", "x", "", "U8"))
+        elif action == 8:
+            entries[name], entries[other] = entries[other], entries[name]
+        else:
+            entries[rng.choice((other, f"{name}.x", "", "x" * 10_000, "a\nb"))] = entry
+        header = json.dumps(entries).encode()
+        if rng.random() < 0.2:  # the same name twice
+            header = json.dumps({name: entry}).encode()[:-1] + b"," + header[1:]
+    return len(header).to_bytes(8, "little") + header + body
+
+
+def damage_chunks(data: bytes, rng: Random) -> bytes:
+    """Let a checkpoint's index say something else of a tensor of the model, or of where its bytes are."""
+    import torch
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    from megatron_exo.plain_pickle import read_index_pickle
+
+    index = read_index_pickle(data)
+    described, stored = index.state_dict_metadata, index.storage_data
+    parts = ("decoder.", "embedding.", "output_layer.")
+    names = [name for name in described if name.startswith(parts)]
+    tensors = [name for name in names if isinstance(described[name], TensorStorageMetadata)]
+    name = rng.choice(tensors)
+    kind: Any = described[name]
+    key, place = next((key, place) for key, place in stored.items() if key.fqn == name)
+    chunk = rng.choice(kind.chunks)
+    numbers = (*NUMBERS, *kind.size)
+    action = rng.randrange(10)
+    if action == 0:
+        kind.size = torch.Size(rng.choice(numbers) if rng.random() < 0.5 else size for size in kind.size)
+    elif action == 1:
+        kind.size = chunk.sizes = torch.Size([*kind.size, rng.choice((1, 2, 1 << 40))])
+    elif action == 2:
+        chunk.sizes = torch.Size(rng.choice(numbers) for _ in chunk.sizes)
+    elif action == 3:
+        chunk.offsets = torch.Size(rng.choice(numbers) for _ in chunk.offsets)
+    elif action == 4:
+        kind.chunks = rng.choice(([], kind.chunks * 2, kind.chunks * 300, [None], None))
+    elif action == 5:
+        kind.properties.dtype = rng.choice((torch.float64, torch.int8, torch.bfloat16, torch.complex64, None, "x"))
+    elif action == 6:
+        place.offset = rng.choice(NUMBERS)
+    elif action == 7:
+        place.length = rng.choice((*NUMBERS, place.length - 1, place.length + 1))
+    elif action == 8:
+        stored[key] = stored[rng.choice(list(stored))]
+    else:
+        described[rng.choice((*tensors, "decoder.x", "decoder.layers.9.x", "x"))] = described.pop(name)
+    return pickle.dumps(index)
+
+
+def damage_toml(data: bytes, rng: Random) -> bytes:
+    """Give a key of a file without tables another name, or a value that TOML knows and the key may not."""
+    lines = data.splitlines()
+    place = rng.randrange(len(lines))
+    key, _, value = lines[place].partition(b" = ")
+    deep = rng.choice((100, 5000))
+    values = [
+        b"true", b"[]", b"[[1], 2]", b"{}", b"{a = 1}", b"1979-05-27", b"1979-05-27T07:32:00Z", b"nan", b"1e400", b"-1",
+        b"9" * 5000, b"0x" + b"f" * 5000, b'""', b'"a\\nb"', b'"\\u0000"', b'"{x}"', b'"{' + b"x" * 9000 + b'}"',
+        b'"{seed}{seed_}{}{{"', b"'" + b"x" * 10_000 + b"'", b"[" * deep, b"[" * deep + b"]" * deep, b"'\xff'",
+        b"[" + value + b"]", b'["--load", "x"]', b'"""\na\nb"""',
+    ]  # fmt: skip
+    keys = [b"x", b"--seed", key.replace(b"-", b"_"), b'"a\\nb"', b"x" * 10_000, b"a.b", b".".join([b"a"] * deep),
+            b'""', b"run-file", key + key, b"nnodes", b"seed"]  # fmt: skip
+    action = rng.randrange(5)
+    if action <= 2:
+        lines[place] = key + b" = " + rng.choice(values)
+    elif action == 3:
+        lines[place] = rng.choice(keys) + b" = " + value
+    else:
+        lines.insert(place, rng.choice((b"[x]", b"[[x]]", b"[" + b"x" * 9000 + b"]", b'["a\\nb"]', lines[-1])))
+    return b"\n".join(lines) + b"\n"

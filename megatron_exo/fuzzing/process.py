@@ -21,16 +21,7 @@ from megatron_exo.fuzzing.samples import STEP
 
 OUTCOMES = ("read", "refused", "other exception", "crash", "time-out", "over memory")
 FAILURES = OUTCOMES[2:]
-_PRELOAD = [
-    "pyarrow.parquet",
-    "tokenizers",
-    "sentencepiece",
-    "zstandard",
-    "megatron_exo.resume",
-    "megatron_exo.data.validate",
-]
-_PRELOAD += ["megatron_exo.convert.reference", "megatron_exo.curves", "megatron_exo.data.readers"]
-_PRELOAD += ["megatron_exo.data.shard_conversion"]
+_PRELOAD = ["megatron_exo.fuzzing.preload"]
 _NO_MEMORY = ("bad_alloc", "allocate memory", "not enough memory", "out of memory", "malloc of size")
 
 
@@ -77,7 +68,7 @@ def _work(
     shutil.copytree(samples, folder)
     kind = KINDS[name]()
     sample_arguments(folder)
-    if name != "manifest":  # its checksums would refuse what the readers behind it are to be tried with
+    if not kind.has_manifest:
         (folder / STEP / "exo_manifest.json").unlink(missing_ok=True)
     valid = kind.take(folder) if kind.take else (folder / kind.file).read_bytes()
     outcome, said = attempt(kind.read, folder)
@@ -124,7 +115,7 @@ def fuzz(name: str, samples: Path, *, inputs: int, seed: int, memory: int, time_
         while next_one < inputs:
             receiver, sender = context.Pipe(duplex=False)
             arguments = (name, samples, Path(scratch) / "samples", seed, next_one, inputs, memory, sender)
-            worker = context.Process(target=_work, args=arguments)
+            worker = context.Process(target=_work, args=arguments, daemon=True)
             worker.start()
             sender.close()
             ready = False

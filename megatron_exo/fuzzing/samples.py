@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -17,6 +19,8 @@ STEP = "run/iter_0000004"
 """The checkpoint, in the folder of samples."""
 UNFINISHED = (np.dtype("<u2"), {"made of": "a sample"})
 """Of an unfinished dataset among the samples: the type of its tokens, and the request for it."""
+CONVERSION = {"source": "a sample"}
+"""What the unfinished conversion among the samples is made of."""
 _TEXTS = [
     f"Document {n}: the quick brown fox jumps over {n} lazy dogs, naïvely, at {n}.{n} km/h.\n\nA second "
     f"paragraph, with words such as anchor, projection, mixture and attention; {'and so on, ' * (n % 7)}to the end."
@@ -52,6 +56,10 @@ def make_samples(folder: Path) -> None:
     _make_unfinished(folder / "unfinished")
     _make_hugging_face(folder / "huggingface")
     _make_reference(folder / "reference.pt")
+    _make_model(folder)
+    _make_unfinished_conversion(folder / "conversion")
+    _make_saved_tensors(folder)
+    _make_texts_of_users(folder)
     _make_run(folder)
 
 
@@ -108,6 +116,61 @@ def _make_reference(path: Path) -> None:
             **{f"{c}_residual_norm_enabled": True for c in "qkvg"}}  # fmt: skip
     model = state_to_reference(exo, sizes, state)
     torch.save({"model": model, "model_args": args, "step": 3, "tokens_processed": 9, "config": {}}, path)
+
+
+def _make_model(folder: Path) -> None:
+    """A Hugging Face folder of an ExoFormer, in several files, with a tokenizer."""
+    from megatron_exo.convert.exporting import Options, export_reference
+
+    export_reference(folder / "reference.pt", folder / "model", Options(shard_size=8000, verify=False))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(folder / "huggingface" / name, folder / "model" / name)
+
+
+def _make_unfinished_conversion(out: Path) -> None:
+    from megatron_exo.checkpoints.integrity import sha256_of
+    from megatron_exo.convert.unfinished import unfinished
+
+    class StopError(Exception):
+        pass
+
+    with contextlib.suppress(StopError), unfinished(out, CONVERSION) as conversion:
+        (conversion.path / "weights").write_bytes(b"weights")
+        conversion.finish("weights", sha256_of(conversion.path / "weights"))
+        raise StopError
+
+
+def _make_saved_tensors(folder: Path) -> None:
+    import torch
+
+    from megatron_exo.nonfinite import StepBatches
+
+    batches, tokens = StepBatches(), torch.arange(24).reshape(2, 12)
+    for _ in range(2):
+        ones = torch.ones(2, 12)
+        batches.note(1, {"tokens": tokens, "labels": tokens + 1, "loss_mask": ones, "position_ids": tokens % 12})
+    batches.save(folder / "batch.pt", iteration=1, rank=0, reason="found NaN in local loss")
+    torch.save(tokens, folder / "tokens.pt")
+    (folder / "ranks" / "mp_rank_00").mkdir(parents=True)  # Megatron's older format, which is only read here
+    torch.save({"iteration": 4, "model": {"weight": torch.ones(4)}}, folder / "ranks/mp_rank_00/model_optim_rng.pt")
+
+
+def _make_texts_of_users(folder: Path) -> None:
+    import torch
+
+    from megatron_exo.data.sample_log import SAMPLE_ID, SampleLog
+
+    log = SampleLog(folder / "samples-dp0.jsonl")
+    for iteration in (1, 2, 3, 2, 3, 4):  # resumed after the first
+        log.note(iteration, {SAMPLE_ID: torch.tensor([[iteration], [iteration + 10]])})
+    (folder / "prompts.txt").write_text("The list of all\n\nnaïvely, at 3 km/h\n", encoding="utf-8")
+    (folder / "data.args").write_text("0.5 data 0.5 data\n")
+    parts = {"train": ["0.5", "data", "0.5", "data"], "valid": ["data"], "test": "data"}
+    (folder / "data.json.args").write_text(json.dumps(parts))
+    (folder / "run.toml").write_text(
+        'preset = "demo"\nexo-variant = "e-exoformer"\nnproc-per-node = 2\nlr = 1e-3\nbf16 = true\nseed = 7\n'
+        'data-path = ["0.7", "data/a", "0.3", "data/b"]\nsave = "runs/{exo-variant}-{seed}"\n'
+    )
 
 
 def _make_run(folder: Path) -> None:

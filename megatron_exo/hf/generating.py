@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
-from megatron_exo.errors import UserError
 from megatron_exo.generation import Sampling, check_prompts
 from megatron_exo.hf import ExoFormerForCausalLM
+from megatron_exo.hf.loading import load_model, load_tokenizer
 
 
 def load(folder: Path, *, needs_tokenizer: bool) -> tuple[ExoFormerForCausalLM, Any]:
@@ -21,12 +21,8 @@ def load(folder: Path, *, needs_tokenizer: bool) -> tuple[ExoFormerForCausalLM, 
     Raises:
         UserError: the folder does not hold them.
     """
-    try:
-        model = ExoFormerForCausalLM.from_pretrained(folder, local_files_only=True).eval()
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True) if needs_tokenizer else None
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{folder} cannot be loaded: {error}") from error
-    return model, tokenizer
+    model = load_model(ExoFormerForCausalLM, folder)
+    return model, load_tokenizer(folder) if needs_tokenizer else None
 
 
 class _Rows(BaseStreamer):

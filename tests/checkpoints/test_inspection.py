@@ -14,9 +14,9 @@ from pydoc_data.topics import topics
 import pytest
 import torch
 
-from megatron_exo.checkpoints.inspection import compare
+from megatron_exo.checkpoints.inspection import checkpoint_at, compare
 from megatron_exo.checkpoints.integrity import MANIFEST, damages, read_manifest
-from megatron_exo.checkpoints.reading import TRACKER, read_index
+from megatron_exo.checkpoints.reading import TRACKER, CheckpointError, read_index
 from megatron_exo.data.preprocess import preprocess
 from megatron_exo.data.tokenizer_training import train_tokenizer
 from megatron_exo.data.tokenizers import TokenizerSpec
@@ -174,6 +174,26 @@ def test_a_folder_without_a_tracker_is_told_apart_from_a_checkpoint(
         inspect(capsys, run)
     assert capsys.readouterr().err == (f"error: {run} has no {TRACKER}; give a folder iter_N in it (iterations: 2)\n")
     assert inspect(capsys, run / "iter_0000002")[0] == 0
+
+
+@pytest.mark.parametrize("name", ["../run", "9" * 5000, "x\0", "٣", ""])
+def test_a_tracker_names_an_iteration_and_nothing_else(run: Path, name: str) -> None:
+    (run / TRACKER).write_text(name)
+    with pytest.raises(CheckpointError, match=f"{TRACKER} does not name an iteration but '.*'; write the number of a"):
+        checkpoint_at(run)
+    (run / TRACKER).write_text("3")
+    with pytest.raises(CheckpointError, match=f"{TRACKER} names iter_0000003, which is not there"):
+        checkpoint_at(run)
+
+
+def test_a_tensor_whose_bytes_are_damaged_is_named(trained: Path, run: Path) -> None:
+    index = read_index(run / "iter_0000002")
+    place = next(place for key, place in index.storage_data.items() if key.fqn == "decoder.final_layernorm.weight")
+    with (run / "iter_0000002" / place.relative_path).open("r+b") as file:
+        file.seek(place.offset)
+        file.write(bytes(64))
+    with pytest.raises(CheckpointError, match=r"decoder\.final_layernorm\.weight cannot be read: UnpicklingError"):
+        compare(checkpoint_at(trained), run / "iter_0000002")
 
 
 # -- differences ------------------------------------------------------------------------------------------------

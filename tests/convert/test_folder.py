@@ -289,3 +289,15 @@ def test_a_checkpoint_that_says_nothing_of_its_model_is_refused(tmp_path: Path) 
     request = (tmp_path / "checkpoint", tmp_path / "hf", Options(verify=False))
     ((found,),) = run_on_ranks(1, export_checkpoints, [request], process_group=False)
     assert "does not say what model it is of" in str(found)
+
+
+@pytest.mark.parametrize("content", ['{"x": "\\ud800"}', "[]", "{", "[" * 100_000])
+def test_settings_that_no_text_can_hold_are_refused(tmp_path: Path, sentencepiece: Path, content: str) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    source.mkdir()
+    out.mkdir()
+    write_tokenizer(described("SentencePieceTokenizer", sentencepiece), sentencepiece.parent, source, max_length=8)
+    files = [source / "tokenizer.json", source / "tokenizer_config.json"]
+    files[1].write_text(content)
+    with pytest.raises(TokenizerError, match=r"tokenizer_config\.json"):
+        write_tokenizer(described("HuggingFaceTokenizer", *files), source, out, max_length=8)

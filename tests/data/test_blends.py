@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from megatron_exo.data.provider import check_data_arguments
+from megatron_exo.data.validate import DatasetError
 from megatron_exo.pretrain import main
 from tests.programs import MODEL, RUN, one_line, run_program
 
@@ -68,3 +73,26 @@ def test_every_dataset_of_a_blend_is_checked(make_dataset: Callable[..., Path], 
         outcome = run_program(main, f"{COMMON} --data-path 0.5 {good} 0.5 {prefix}".split())
         assert outcome.status == 1
         assert message in one_line(outcome.err)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[" * 100_000, "cannot be read as dataset prefixes, with or without weights: RecursionError"),
+        ("[]", "cannot be read as dataset prefixes, with or without weights: TypeError"),
+        ('{"train": ["a"]}', "cannot be read as dataset prefixes, with or without weights: KeyError: 'valid'"),
+        ('{"train": [' + "9" * 400 + ', "a"], "valid": ["b"], "test": ["b"]}', "OverflowError: int too large"),
+        ('{"train": ["a\\nb"], "valid": ["b"], "test": ["b"]}', r"'a\\nb' … is no prefix of a dataset"),
+        ('{"train": ["' + "x" * 10_000 + '"], "valid": ["b"], "test": ["b"]}', r"'x{80}' … is no prefix of a dataset"),
+    ],
+    ids=["deep", "a list", "without a part", "large", "two lines", "long"],
+)
+def test_a_file_of_prefixes_is_refused_in_one_line(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "prefixes.json").write_text(content)
+    names = ("data_path", "data_args_path", "train_data_path", "valid_data_path", "test_data_path")
+    args = Namespace(**dict.fromkeys(names), per_split_data_args_path=str(tmp_path / "prefixes.json"))
+    args.exo_documents, args.split = "joined", None
+    args.multiple_validation_sets = args.mock_data = args.full_validation = False
+    with pytest.raises(DatasetError, match=message) as refusal:
+        check_data_arguments(args, None)
+    assert "\n" not in str(refusal.value)

@@ -14,6 +14,7 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("tokenizers")
     pytest.importorskip("pyarrow")
     pytest.importorskip("zstandard")
+    pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("samples")
     make_samples(folder)
     return folder

@@ -15,8 +15,11 @@ from megatron_exo.fuzzing.process import FAILURES, OUTCOMES, fuzz
 MEMORY = 1 << 30
 
 
-ARCHIVES = ("reference", "index", "shared-state", "manifest", "tracker")
-"""Kinds of which an input takes a tenth of a second and more."""
+ARCHIVES = (
+    *("reference", "index", "shared-state", "tensor", "chunks", "manifest", "description", "tracker"),
+    *("rank-file", "tokens", "weights-loaded", "config-loaded", "generation"),
+)
+"""Kinds of which an input takes long, some of them a tenth of a second and more."""
 
 
 @pytest.mark.parametrize(
