@@ -91,7 +91,7 @@ def _run() -> None:
         step = forward_step
         if start.args.exo_replay is not None:
             datasets_provider, step = replay.prepare(start.args), replay.naming_the_module(forward_step)
-        pg_collection = connect(start.args.exo_start_timeout)
+        pg_collection = connect(start.args.exo_start_timeout, start.args.exo_lost_host_timeout)
         if dist.get_world_size() > 1:
             places = gather_places(Place.of_this_rank(pg_collection, device_name()))
             if start.args.rank == 0:

@@ -18,6 +18,7 @@ from megatron_exo.checkpoints.reading import (
     DamagedCheckpointError,
     check_files_of_ranks,
     check_objects,
+    folder_named_in,
     folder_of,
     read_index,
     read_saved_arguments,
@@ -39,8 +40,6 @@ _SHAPES = (
 """Megatron's arguments that shapes follow from, beside the query groups and the axes of the variant."""
 _IN_OPTIMIZER_STATE = ("adam_beta1", "adam_beta2", "adam_eps")
 """Arguments of which the optimizer's state, once it is loaded, has the values that count."""
-_LONGEST_TRACKER = 18
-"""Digits of an iteration; more are no number that was written there."""
 
 _LONGEST_LIST = 8
 
@@ -206,15 +205,10 @@ def folder_to_load(args: Namespace) -> Path | None:
         if args.ckpt_step is not None:
             folder = folder_of(root, args.ckpt_step)
         elif tracker.is_file():
-            with tracker.open("rb") as file:
-                text = file.read(_LONGEST_TRACKER + 1).decode(errors="replace").strip()
-            is_number = text.isascii() and text.isdecimal() and len(text) <= _LONGEST_TRACKER
-            if text != "release" and not is_number:
-                raise CheckpointError(
-                    f"{tracker} does not name an iteration but {text[:40]!r}; "
-                    f"write the number of a folder iter_N there, or {_offer(root, args)}"
-                )
-            folder = root / text if text == "release" else folder_of(root, int(text))
+            try:
+                folder = folder_named_in(tracker)
+            except CheckpointError as error:
+                raise CheckpointError(f"{error}, or {_offer(root, args)}") from error
         elif (step := newest_whole(root, checksums=False)) is not None:
             raise CheckpointError(
                 f"{root} holds checkpoints but no {TRACKER}, which names the one to load; pass --ckpt-step {step} for "

@@ -154,7 +154,7 @@ def _megatrons_refusals() -> Iterator[None]:
         raise UserError(f"Megatron refuses these arguments: {reason}") from error
 
 
-def connect(start_timeout_s: float) -> ProcessGroupCollection:
+def connect(start_timeout_s: float, lost_host_timeout_s: float) -> ProcessGroupCollection:
     """Join the ranks and make Megatron's process groups; ``megatron.training.pretrain`` keeps them.
 
     A single rank meets nobody, and no store listens for it. Tensors of ranks that are all on one machine stay on its
@@ -162,6 +162,7 @@ def connect(start_timeout_s: float) -> ProcessGroupCollection:
 
     Args:
         start_timeout_s: seconds for all ranks to come this far.
+        lost_host_timeout_s: seconds after which another host that gives no sign of life ends this job; 0 for never.
 
     Raises:
         UserError: there are several ranks, and nothing says where they meet, or some do not come.
@@ -177,7 +178,7 @@ def connect(start_timeout_s: float) -> ProcessGroupCollection:
         initialize._initialize_distributed(None, None, dist.HashStore())
     else:
         store = call_roll(start_timeout_s)
-        watch_hosts(store, get_args().exo_lost_host_timeout)
+        watch_hosts(store, lost_host_timeout_s)
         store.set_timeout(timedelta(minutes=get_args().distributed_timeout_minutes))
         initialize._initialize_distributed(None, None, store)
     return ProcessGroupCollection.use_mpu_process_groups()

@@ -53,7 +53,7 @@ def load_trained_model(path: Path, megatron_arguments: Sequence[str]) -> Trained
     folder = checkpoint_at(path)
     sys.argv[1:] = [*model_arguments(folder, read_description(folder)), *megatron_arguments]
     start = understand()
-    groups = connect(start.args.exo_start_timeout)
+    groups = connect(start.args.exo_start_timeout, start.args.exo_lost_host_timeout)
     model_parallel_cuda_manual_seed(start.args.seed)  # the random weights are overwritten, but drawn
     chunks = start.model_config.get_builder_cls()(start.model_config).build_distributed_models(
         groups, wrap_with_ddp=False, model_type=ModelType.encoder_or_decoder

@@ -5,8 +5,8 @@
   python tools/prove_durability.py --only kills async-kills --quick  # a few kills each
   python tools/prove_durability.py --document docs/durability.md    # ... and put the counts into the page
 
-The tests are those that the page names. Each part shows its own progress, and leaves its record in --folder; parts
-whose record is there already, from this version of the code, are not run again. The exit status is 0 if nothing failed.
+The tests are those that the page names. Each part shows its own progress and leaves its record in --folder; the table at
+the end has every part with a record there, with its date. The exit status is 0 if nothing failed.
 """
 
 from __future__ import annotations
@@ -110,53 +110,41 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def run(name: str, part: Part, quick: bool, folder: Path) -> dict[str, Any]:
-    """What came of a part, which is run unless its record is there: command, result, whether it held, and minutes."""
-    version = _version()
-    kept, record = folder / f"{name}.json", folder / f"{name}.record"
+def run(name: str, part: Part, quick: bool, folder: Path) -> None:
+    """Run a part, and leave what came of it in ``folder``: command, date, result, whether it held, and minutes."""
+    written = folder / f"{name}.record"
     command = part.command(quick).replace("{tests}", " ".join(named_tests(PAGE.read_text())))
-    if kept.exists():
-        content: dict[str, Any] = json.loads(kept.read_text())
-        if (content["version"], content["command"]) == (version, command):
-            return content
     print(f"== {name}: python {command}", flush=True)
-    record.unlink(missing_ok=True)
+    written.unlink(missing_ok=True)
     start = time.monotonic()
-    words = shlex.split(command.replace("{record}", shlex.quote(str(record))))
+    words = shlex.split(command.replace("{record}", shlex.quote(str(written))))
     status = subprocess.run([sys.executable, *words], cwd=ROOT, env=os.environ | (part.environment or {})).returncode
-    told, held = part.told(record) if record.exists() else (f"ended with status {status} and without a record", False)
-    content = {
-        "version": version,
+    told, held = part.told(written) if written.exists() else (f"ended with status {status} and without a record", False)
+    record = {
         "command": command,
         "date": datetime.now(UTC).date().isoformat(),
         "told": told,
         "held": held and status == 0,
         "minutes": round((time.monotonic() - start) / 60, 1),
     }
-    if content["held"]:
-        with replacing(kept) as file:
-            file.write(json.dumps(content, indent=1) + "\n")
-    return content
+    with replacing(folder / f"{name}.json") as file:
+        file.write(json.dumps(record, indent=1) + "\n")
 
 
-def _version() -> str:
-    """Of the code: a commit, and whether more has changed; outside of a checkout, never the same."""
-    said = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--exclude", "*"], cwd=ROOT, capture_output=True, text=True
-    )
-    return said.stdout.strip() or f"unknown at {time.time()}"
+def records(folder: Path) -> dict[str, dict[str, Any]]:
+    """What came of the parts, those of earlier calls included."""
+    files = {name: folder / f"{name}.json" for name in PARTS}
+    return {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
 
 
 def table(results: Mapping[str, Mapping[str, Any]]) -> str:
     """What came of the parts, for a page."""
-    lines = ["| part | command | result | minutes |", "| --- | --- | --- | ---: |"]
+    lines = ["| part | command | result | minutes | date |", "| --- | --- | --- | ---: | --- |"]
     for name, result in results.items():
         command = result["command"].replace(" --json {record}", "")
         command = "pytest on every test named above" if name == "tests" else f"`python {command}`"
-        lines.append(f"| {name} | {command} | {result['told']} | {result['minutes']} |")
-    dates = sorted({result["date"] for result in results.values()})
-    where = f"{os.cpu_count()} cores, Python {platform.python_version()}"
-    return "\n".join([*lines, "", f"Measured on {' and '.join(dates)}: {where}."])
+        lines.append(f"| {name} | {command} | {result['told']} | {result['minutes']} | {result['date']} |")
+    return "\n".join([*lines, "", f"{os.cpu_count()} CPU cores, Python {platform.python_version()}."])
 
 
 def renewed(page: str, counted: str) -> str:
@@ -174,7 +162,9 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     with one_line_errors():
         args.folder.mkdir(parents=True, exist_ok=True)
-        results = {name: run(name, PARTS[name], args.quick, args.folder) for name in args.only}
+        for name in args.only:
+            run(name, PARTS[name], args.quick, args.folder)
+        results = records(args.folder)
         counted = table(results)
         print(counted)
         if args.document is not None:

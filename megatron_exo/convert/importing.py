@@ -98,7 +98,7 @@ def import_model(
     sys.argv[1:] = [*given, *megatron_arguments]
     with contextlib.redirect_stdout(io.StringIO()):  # Megatron prints every argument that it has
         start = understand()
-        pg_collection = connect(start.args.exo_start_timeout)
+        pg_collection = connect(start.args.exo_start_timeout, start.args.exo_lost_host_timeout)
         model_parallel_cuda_manual_seed(start.args.seed)  # the random weights are overwritten, but drawn
         config = start.model_config.transformer
         chunks = start.model_config.get_builder_cls()(start.model_config).build_distributed_models(

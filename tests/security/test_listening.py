@@ -44,7 +44,7 @@ def _connected(environment: dict[str, str]) -> tuple[list[str], list[str]]:
 
     os.environ |= environment
     parse_arguments([])
-    connect(60.0)
+    connect(60.0, 45.0)
     return _store_and_gloo()
 
 
