@@ -5,7 +5,7 @@
   python tools/prove_durability.py --only kills async-kills --quick  # a few kills each
   python tools/prove_durability.py --document docs/durability.md    # ... and put the counts into the page
 
-The tests are those that the page names. Each part shows its own progress and leaves its record in --folder; the table at
+The tests are those that the page names. Each part shows its progress and leaves its record in --folder; the table at
 the end has every part with a record there, with its date. The exit status is 0 if nothing failed.
 """
 
