@@ -4,6 +4,7 @@
 #
 #   torchrun --nproc-per-node 8 examples/pretrain_exoformer.sh --preset 450M --data-path data/train …
 #   bash examples/pretrain_exoformer.sh [--nproc-per-node N] [arguments of torchrun, then of training]
+#   bash examples/pretrain_exoformer.sh --nnodes N --node-rank I --master-addr HOST …      on each of N nodes
 #   bash examples/pretrain_exoformer.sh --run-file examples/falsification_1b.toml [arguments that win over the file's]
 #
 # --dry-run prints the plan of a run and starts nothing.

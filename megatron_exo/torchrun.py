@@ -74,7 +74,8 @@ def _announcements_passed_on() -> Iterator[None]:
         ranks = [each for each in psutil.Process().children() if _is_rank(each)]
         if not ranks or not all(_catches(each, number) for each in ranks):
             raise SignalException(f"{name}, and no rank is to save", signal.Signals(number))
-        console.say(f"{name} is passed on to {len(ranks)} ranks, which save and end")
+        count = f"{len(ranks)} ranks, which save and end" if len(ranks) > 1 else "1 rank, which saves and ends"
+        console.say(f"{name} is passed on to {count}")
         for each in ranks:
             with suppress(psutil.NoSuchProcess):
                 each.send_signal(number)

@@ -130,7 +130,7 @@ class Job:
         found = {}
         with contextlib.suppress(psutil.Error):
             for process in psutil.Process(self.process.pid).children():
-                with contextlib.suppress(psutil.Error):
+                with contextlib.suppress(psutil.Error, KeyError):  # one that is being started has no rank yet
                     found[int(process.environ()["RANK"])] = process
         return found
 
