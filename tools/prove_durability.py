@@ -101,7 +101,9 @@ PARTS: dict[str, Part] = {
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts (default: all)")
+    parser.add_argument(
+        "--only", nargs="*", choices=PARTS, default=list(PARTS), help="parts (default: all; none: the table alone)"
+    )
     parser.add_argument("--quick", action="store_true", help="quick tests, 2 kills each, 50 files of each kind")
     parser.add_argument(
         "--folder", type=Path, default=ROOT / "runs" / "durability", help="of the records (default: %(default)s)"
