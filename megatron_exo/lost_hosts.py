@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -83,6 +84,8 @@ def watch_hosts(store: dist.Store, timeout_s: float) -> None:
     if os.fork() == 0:  # and not multiprocessing's, which would wait at the end for what ignores its SIGTERM
         try:
             _watch(ours, hosts, pids, timeout_s, parent)
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(0)
 
@@ -118,7 +121,7 @@ def _beat(ours: int, others: Mapping[int, Host], sightings: Sightings, beat_s: f
     count = 0
     store: dist.Store | None = None
     while True:
-        with contextlib.suppress(RuntimeError):  # of the store
+        try:
             if store is None:
                 address, port = meeting_point()
                 patience = timedelta(seconds=timeout_s)
@@ -129,4 +132,6 @@ def _beat(ours: int, others: Mapping[int, Host], sightings: Sightings, beat_s: f
             begun = [number for number in others if store.check([str(number)])]
             counts = store.multi_get([str(number) for number in begun]) if begun else []
             sightings.note({ours: str(count).encode(), **dict(zip(begun, counts, strict=True))}, time.monotonic())
+        except RuntimeError:  # of the store, whose connection does not come back by itself
+            store = None
         time.sleep(beat_s)

@@ -10,7 +10,16 @@ import pytest
 import torch.distributed as dist
 
 from megatron_exo.errors import UserError
-from megatron_exo.roll_call import Place, call_roll, check_all_find, check_shared, format_places, gather_places, ranges
+from megatron_exo.roll_call import (
+    Place,
+    call_nodes,
+    call_roll,
+    check_all_find,
+    check_shared,
+    format_places,
+    gather_places,
+    ranges,
+)
 from tests.ranks import run_on_ranks
 
 
@@ -76,6 +85,33 @@ def test_a_port_where_nobody_listens_is_named() -> None:
             "cannot meet the others at MASTER_ADDR 127.0.0.1, MASTER_PORT 1, within 2 s: connection refused; check"
             in text
         )
+
+
+def _call_node(numbers: list[int]) -> str:
+    number, port = numbers[int(os.environ["RANK"])], int(os.environ["MASTER_PORT"])
+    try:
+        store = call_nodes(number, 2, "127.0.0.1", port, 6.0)
+    except UserError as error:
+        return str(error)
+    store.set(f"leaving/{number}", "")
+    if number == 0:
+        store.wait(["leaving/0", "leaving/1"])
+    return "all here"
+
+
+def test_nodes_are_called_before_their_ranks_and_one_that_comes_twice_is_named() -> None:
+    assert run_on_ranks(2, _call_node, [0, 1], process_group=False) == ["all here"] * 2
+    texts = run_on_ranks(3, _call_node, [0, 1, 1], process_group=False)
+    twice = [text for text in texts if text.startswith("node 1 was started 2 times, here on ")]
+    assert len(twice) == 1
+    assert twice[0].endswith("; give each a --node-rank of its own (0 to 1)")
+
+
+def test_a_port_that_another_program_has_is_named() -> None:
+    with socket.create_server(("", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(UserError, match=f"node 0 on .* cannot keep port {port}, .* choose another port for all"):
+            call_nodes(0, 2, "127.0.0.1", port, 2.0)
 
 
 @pytest.mark.parametrize(
