@@ -84,6 +84,7 @@ def chain(layouts: list[str], variant: str, tmp_path: Path) -> None:
         before = after
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_the_same_through_tensor_pipeline_and_data_parallelism(tmp_path: Path) -> None:
     chain(["1", "dp2 distributed optimizer", "tp2 pp2", "dp2 distributed optimizer"], "dynamic e-exoformer", tmp_path)
 
