@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Prove what docs/durability.md says: its tests, the campaigns of kills, and the damaged files, with their counts.
 
-  python tools/prove_durability.py                                  # everything: two to three hours on two cores
+  python tools/prove_durability.py                                  # everything: hours, see the table of the page
   python tools/prove_durability.py --only kills async-kills --quick  # a few kills each
   python tools/prove_durability.py --document docs/durability.md    # ... and put the counts into the page
 
