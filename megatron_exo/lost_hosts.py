@@ -56,10 +56,13 @@ class Sightings:
                 self._counts[number], self._seen[number] = count, now
 
     def trouble(self, now: float, timeout_s: float) -> str | None:
-        """Which hosts have not been seen for ``timeout_s``, or nothing."""
+        """Which hosts have not been seen for ``timeout_s``, or nothing.
+
+        Without an answer nothing is known of any host but the one that owes it, so others are judged by the last.
+        """
         if now - self._answered > timeout_s:
             return f"host {self._hosts[0]}, where all ranks have met, has not answered"
-        lost = [str(host) for number, host in self._hosts.items() if now - self._seen[number] > timeout_s]
+        lost = [str(host) for number, host in self._hosts.items() if self._answered - self._seen[number] > timeout_s]
         return f"host{'s' if len(lost) > 1 else ''} {', '.join(lost)} gave no sign of life" if lost else None
 
 

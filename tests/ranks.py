@@ -1,7 +1,7 @@
 """Run a function on N gloo ranks of this machine.
 
 ``torch`` and Megatron take seconds to import, so ranks are forked from a server process that has imported them once;
-each run gets fresh processes and its own process group.
+each run gets fresh processes, which begin together, and its own process group.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from multiprocessing.synchronize import Barrier
 from typing import Any, NoReturn
 
 _context = multiprocessing.get_context("forkserver")
@@ -44,9 +45,10 @@ def run_on_ranks(
     """
     _context.set_forkserver_preload(_PRELOAD)
     port = _free_port()
+    start = _context.Barrier(world_size, timeout=timeout_s)
     pipes = [_context.Pipe(duplex=False) for _ in range(world_size)]
     ranks = [
-        _context.Process(target=_main, args=(rank, world_size, port, sender, function, args, process_group))
+        _context.Process(target=_main, args=(rank, world_size, port, start, sender, function, args, process_group))
         for rank, (_, sender) in enumerate(pipes)
     ]
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -88,6 +90,7 @@ def _main(
     rank: int,
     world_size: int,
     port: int,
+    start: Barrier,
     sender: Connection,
     function: Callable[..., Any],
     args: tuple[Any, ...],
@@ -105,6 +108,7 @@ def _main(
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Megatron prints a lot; a failure comes back as a traceback
         torch.set_num_threads(1)
         platform.activate()
+        start.wait()
         if process_group:
             dist.init_process_group("gloo", rank=rank, world_size=world_size)
         answer = (True, function(*args))

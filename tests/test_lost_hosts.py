@@ -34,7 +34,8 @@ def test_hosts_that_never_began_to_count_are_lost_after_the_same_time() -> None:
 
 def test_a_store_that_does_not_answer_is_the_trouble_of_its_home_and_of_nobody_else() -> None:
     sightings = Sightings(HOSTS, now=100.0)
-    sightings.note(counts(1, 1, 1), 110.0)
+    sightings.note(counts(1, 1, 1), 106.0)
+    sightings.note(counts(1, 1, 2), 110.0)  # the first two were last seen before the last answer
     assert sightings.trouble(130.0, timeout_s=20.0) is None
     assert sightings.trouble(130.1, 20.0) == "host node0 (ranks 0-7), where all ranks have met, has not answered"
 

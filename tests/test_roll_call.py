@@ -88,15 +88,16 @@ def test_a_port_where_nobody_listens_is_named() -> None:
 
 
 def _call_node(numbers: list[int]) -> str:
-    number, port = numbers[int(os.environ["RANK"])], int(os.environ["MASTER_PORT"])
+    process, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
+    number = numbers[process]
     try:
-        store = call_nodes(number, 2, "127.0.0.1", port, 6.0)
+        store, heard = call_nodes(number, 2, "127.0.0.1", port, 60.0), "all here"
     except UserError as error:
-        return str(error)
-    store.set(f"leaving/{number}", "")
-    if number == 0:
-        store.wait(["leaving/0", "leaving/1"])
-    return "all here"
+        store, heard = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False), str(error)
+    store.set(f"leaving/{process}", "")
+    if number == 0:  # the store's home must outlive the others, the one that comes too often included
+        store.wait([f"leaving/{each}" for each in range(len(numbers))])
+    return heard
 
 
 def test_nodes_are_called_before_their_ranks_and_one_that_comes_twice_is_named() -> None:
