@@ -5,41 +5,11 @@ Nothing here imports torch, so plans, presets and reports can count models that 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from megatron_exo.config import ExoConfig
+from megatron_exo.sizes import ModelSizes
 
 BACKWARD_AND_FORWARD = 3
 """Training costs this many forward passes: the backward pass computes two products for each one of the forward."""
-
-
-@dataclass(frozen=True)
-class ModelSizes:
-    """The sizes of a model, under Megatron's names."""
-
-    num_layers: int
-    hidden_size: int
-    num_attention_heads: int
-    num_query_groups: int
-    """Heads of K and of V; equal to ``num_attention_heads`` without grouped-query attention."""
-    kv_channels: int
-    """Channels per head."""
-    ffn_hidden_size: int
-    """Width of the SwiGLU product: the first MLP matrix has twice as many rows."""
-    vocab_size: int
-    """Rows of the embedding and of the head. Padding counts if, and only if, it is included here."""
-    seq_length: int
-    """Tokens per sequence."""
-    tied_embeddings: bool = False
-    """Whether the head is the embedding matrix."""
-
-    def num_heads(self, component: str) -> int:
-        """Heads of one of ``qkvg``."""
-        return self.num_query_groups if component in "kv" else self.num_attention_heads
-
-    def width(self, components: str) -> int:
-        """Channels of the named components together, over all heads."""
-        return sum(self.num_heads(component) * self.kv_channels for component in components)
 
 
 def parameters(exo: ExoConfig, sizes: ModelSizes) -> dict[str, int]:

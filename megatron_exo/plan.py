@@ -6,9 +6,10 @@ import math
 import textwrap
 from dataclasses import dataclass
 
-from megatron_exo.accounting import ModelSizes, flops_per_token, parameters, training_flops_per_token
+from megatron_exo.accounting import flops_per_token, parameters, training_flops_per_token
 from megatron_exo.config import ExoConfig
 from megatron_exo.presets.matching import Matching, total_parameters
+from megatron_exo.sizes import ModelSizes
 from megatron_exo.variants import VARIANTS, name_of
 
 _EXO_PARTS = ("anchor", "gate", "mixing", "dynamic_mixing")

@@ -33,6 +33,7 @@ from megatron_exo.inference import compute_logits, pipeline_keywords
 from megatron_exo.model.config import ExoTransformerConfig
 from megatron_exo.model.documents import DocumentMask
 from megatron_exo.shards import join_all, named_shards
+from megatron_exo.sizes import ModelSizes
 
 Z_LOSS_WEIGHT = 1e-5
 
@@ -59,8 +60,8 @@ def start_parallel_state(
     model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
 
 
-def transformer_config(exo: ExoConfig, dtype: torch.dtype, **fields: Any) -> ExoTransformerConfig:
-    """The paper's architecture (RMSNorm, SwiGLU, no biases) without dropout; ``fields`` give sizes, layout and more.
+def transformer_config(exo: ExoConfig, sizes: ModelSizes, dtype: torch.dtype, **fields: Any) -> ExoTransformerConfig:
+    """The paper's architecture (RMSNorm, SwiGLU, no biases) without dropout; ``fields`` give the layout and more.
 
     Args:
         dtype: ``torch.float32`` or ``torch.bfloat16``, of parameters, activations and what stages send each other.
@@ -68,7 +69,6 @@ def transformer_config(exo: ExoConfig, dtype: torch.dtype, **fields: Any) -> Exo
     architecture: dict[str, Any] = {
         "exo": exo,
         "normalization": "RMSNorm",
-        "layernorm_epsilon": 1e-6,
         "add_bias_linear": False,
         "gated_linear_unit": True,
         "activation_func": F.silu,
@@ -81,57 +81,56 @@ def transformer_config(exo: ExoConfig, dtype: torch.dtype, **fields: Any) -> Exo
         "calculate_per_token_loss": True,
         "deallocate_pipeline_outputs": True,
     }
-    return ExoTransformerConfig(**(architecture | fields))
+    return ExoTransformerConfig(**(architecture | sizes.transformer_fields() | fields))
 
 
 class StandaloneModel:
-    """The chunks of one model on this rank, wrapped in Megatron's DDP, and what is done with them.
+    """The chunks of one model on this rank, in Megatron's DDP if it is trained, and what is done with them.
 
     Needs an initialised ``torch.distributed``, an active platform and :func:`start_parallel_state`.
 
     Args:
         config: see :func:`transformer_config`.
-        vocab_size: tokens; the embedding is padded to a multiple of ``make_vocab_size_divisible_by`` times tp.
-        seq_length: longest sequence.
-        tied: whether the output layer is the embedding.
+        sizes: those that ``config`` was made with; the embedding is padded to a multiple of
+            ``make_vocab_size_divisible_by`` times tp.
         document_mask: how rows are cut into documents that do not see each other; ``None`` for one text a row.
         init_recipe: how matrices start, one of :data:`megatron_exo.model.initialization.RECIPES`.
+        is_trained: whether there are to be gradients; without, chunks are not wrapped, and take half the memory.
     """
 
     def __init__(
         self,
         config: ExoTransformerConfig,
+        sizes: ModelSizes,
         *,
-        vocab_size: int,
-        seq_length: int,
         make_vocab_size_divisible_by: int = 128,
-        rotary_base: int = 10000,
-        tied: bool = False,
         init_recipe: str = "paper",
         document_mask: DocumentMask | None = None,
         ddp: DistributedDataParallelConfig | None = None,
+        is_trained: bool = True,
     ) -> None:
         self.config = config
-        self.vocab_size = vocab_size
+        self.vocab_size = sizes.vocab_size
         self.document_mask = document_mask
         self.pg_collection = ProcessGroupCollection.use_mpu_process_groups()
         self.ddp = ddp or DistributedDataParallelConfig(grad_reduce_in_fp32=True)
         self.optimizer: MegatronOptimizer | None = None
         model_config = ExoModelConfig(
             transformer=config,
-            vocab_size=vocab_size,
-            true_vocab_size=vocab_size,
+            vocab_size=sizes.vocab_size,
+            true_vocab_size=sizes.vocab_size,
             should_pad_vocab=True,
             make_vocab_size_divisible_by=make_vocab_size_divisible_by,
-            seq_length=seq_length,
+            seq_length=sizes.seq_length,
             position_embedding_type="rope",
-            rotary_base=rotary_base,
-            share_embeddings_and_output_weights=tied,
+            rotary_base=int(sizes.rotary_base),
+            share_embeddings_and_output_weights=sizes.tied_embeddings,
             init_recipe=init_recipe,
         )
         self.chunks = ExoModelBuilder(model_config).build_distributed_models(
             self.pg_collection,
             ddp_config=self.ddp,
+            wrap_with_ddp=is_trained,
             data_parallel_random_init=False,
             model_type=ModelType.encoder_or_decoder,
         )

@@ -40,6 +40,7 @@ from megatron_exo.presets import GPT2_VOCAB_SIZE
 from megatron_exo.presets.matching import Matching
 from megatron_exo.resume import check_load
 from megatron_exo.roll_call import call_roll
+from megatron_exo.sizes import ModelSizes
 from megatron_exo.variants import get_variant
 
 _LOOPBACK = "lo"
@@ -184,10 +185,10 @@ def connect(start_timeout_s: float, lost_host_timeout_s: float) -> ProcessGroupC
     return ProcessGroupCollection.use_mpu_process_groups()
 
 
-def model_sizes(args: Namespace, vocab_size: int) -> accounting.ModelSizes:
-    """The sizes of a validated command line, for counting."""
+def model_sizes(args: Namespace, vocab_size: int) -> ModelSizes:
+    """The sizes of a validated command line."""
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-    return accounting.ModelSizes(
+    return ModelSizes(
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
         num_attention_heads=args.num_attention_heads,
@@ -197,6 +198,8 @@ def model_sizes(args: Namespace, vocab_size: int) -> accounting.ModelSizes:
         vocab_size=vocab_size,
         seq_length=args.seq_length,
         tied_embeddings=not args.untie_embeddings_and_output_weights,
+        rotary_base=float(args.rotary_base),
+        layernorm_epsilon=args.layernorm_epsilon,
     )
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from megatron_exo.convert.mapping import ModelSizes
 from megatron_exo.convert.reference import ReferenceCheckpoint, read_reference_checkpoint
+from megatron_exo.sizes import ModelSizes
 from tests.plain_reference import PlainExoFormer, PlainSizes
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -63,7 +63,7 @@ def plain_sizes(sizes: ModelSizes) -> PlainSizes:
         vocab_size=sizes.vocab_size,
         rotary_base=sizes.rotary_base,
         eps=sizes.layernorm_epsilon,
-        tied=sizes.tied,
+        tied=sizes.tied_embeddings,
     )
 
 

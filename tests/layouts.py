@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ from megatron_exo.config import ExoConfig
 from megatron_exo.model.config import ExoTransformerConfig
 from megatron_exo.model.documents import DocumentMask
 from megatron_exo.shards import load_whole_state
+from megatron_exo.sizes import ModelSizes
 from megatron_exo.standalone import Z_LOSS_WEIGHT, StandaloneModel
 from tests.plain_reference import PlainSizes
 
@@ -73,11 +75,8 @@ class Trainer(StandaloneModel):
         self.layout = layout
         super().__init__(
             transformer_config(exo, sizes, layout),
-            vocab_size=sizes.vocab_size,
-            seq_length=128,
+            model_sizes(sizes),
             make_vocab_size_divisible_by=16,
-            rotary_base=int(sizes.rotary_base),
-            tied=sizes.tied,
             init_recipe=init_recipe,
             document_mask=document_mask,
             ddp=DistributedDataParallelConfig(
@@ -98,15 +97,15 @@ def start_parallel_state(layout: Layout) -> None:
     standalone.start_parallel_state(layout.tp, layout.pp, layout.vpp if layout.vpp > 1 else None, layout.cp)
 
 
+def model_sizes(sizes: PlainSizes) -> ModelSizes:
+    """What the plain model calls by other names."""
+    fields = dataclasses.asdict(sizes)
+    eps, tied = fields.pop("eps"), fields.pop("tied")
+    return ModelSizes(**fields, layernorm_epsilon=eps, tied_embeddings=tied, seq_length=128)
+
+
 def transformer_config(exo: ExoConfig, sizes: PlainSizes, layout: Layout) -> ExoTransformerConfig:
     fields: dict[str, Any] = {
-        "num_layers": sizes.num_layers,
-        "hidden_size": sizes.hidden_size,
-        "num_attention_heads": sizes.num_attention_heads,
-        "num_query_groups": sizes.num_query_groups,
-        "kv_channels": sizes.kv_channels,
-        "ffn_hidden_size": sizes.ffn_hidden_size,
-        "layernorm_epsilon": sizes.eps,
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
         "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
@@ -117,7 +116,7 @@ def transformer_config(exo: ExoConfig, sizes: PlainSizes, layout: Layout) -> Exo
         "overlap_p2p_comm": layout.vpp > 1,
     }
     dtype = torch.bfloat16 if layout.bf16 else torch.float32
-    return standalone.transformer_config(exo, dtype, **(fields | dict(layout.transformer)))
+    return standalone.transformer_config(exo, model_sizes(sizes), dtype, **(fields | dict(layout.transformer)))
 
 
 def merge(results: list[dict[str, Tensor] | None]) -> dict[str, Tensor]:

@@ -11,9 +11,10 @@ from collections import Counter
 import pytest
 import torch
 
-from megatron_exo.accounting import ModelSizes, flops_per_token, parameters, training_flops_per_token
+from megatron_exo.accounting import flops_per_token, parameters, training_flops_per_token
 from megatron_exo.config import ExoConfig
 from megatron_exo.presets import matching_of
+from megatron_exo.sizes import ModelSizes
 from megatron_exo.variants import VARIANTS
 from tests.ranks import run_on_ranks
 
@@ -65,12 +66,7 @@ def build_and_count(exo: ExoConfig, sizes: ModelSizes) -> dict[str, int]:
     from megatron_exo.model.specs import exo_block_spec
 
     config = ExoTransformerConfig(
-        num_layers=sizes.num_layers,
-        hidden_size=sizes.hidden_size,
-        num_attention_heads=sizes.num_attention_heads,
-        num_query_groups=sizes.num_query_groups,
-        kv_channels=sizes.kv_channels,
-        ffn_hidden_size=sizes.ffn_hidden_size,
+        **sizes.transformer_fields(),
         exo=exo,
         normalization="RMSNorm",
         add_bias_linear=False,

@@ -6,10 +6,11 @@ import dataclasses
 
 import pytest
 
-from megatron_exo.accounting import ModelSizes, flops_per_token, parameters
+from megatron_exo.accounting import flops_per_token, parameters
 from megatron_exo.config import ExoConfig
 from megatron_exo.plan import Layout, Plan, format_plan, human
 from megatron_exo.presets import matching_of
+from megatron_exo.sizes import ModelSizes
 from megatron_exo.variants import VARIANTS
 
 SIZES = ModelSizes(28, 1024, 16, 16, 64, 2048, vocab_size=50_257, seq_length=2048)

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from megatron_exo import presets
-from megatron_exo.accounting import ModelSizes, parameters
+from megatron_exo.accounting import parameters
 from megatron_exo.config import ExoConfigError
 from megatron_exo.presets import GPT2_VOCAB_SIZE, PRESETS, get_preset, matching_of, resolve
 from megatron_exo.presets.matching import total_flops, total_parameters
+from megatron_exo.sizes import ModelSizes
 from megatron_exo.variants import VARIANTS
 from tests.ranks import run_on_ranks
 

@@ -16,10 +16,11 @@ import pytest
 from megatron.training.arguments import parse_args
 
 from megatron_exo import launch
-from megatron_exo.accounting import ModelSizes, parameters
+from megatron_exo.accounting import parameters
 from megatron_exo.arguments import add_exo_arguments, exo_config_from_args
 from megatron_exo.presets import GPT2_VOCAB_SIZE
 from megatron_exo.run_file import RunFileError, launcher_words
+from megatron_exo.sizes import ModelSizes
 from tests.programs import one_line, run_program
 
 ROOT = Path(__file__).parent.parent

@@ -133,18 +133,25 @@ class Boundary:
 
 
 def build(args: argparse.Namespace, wire: str, query_groups: int) -> Any:
+    from megatron_exo.sizes import ModelSizes
     from megatron_exo.standalone import StandaloneModel, transformer_config
     from megatron_exo.variants import VARIANTS
 
     dtype = torch.bfloat16 if args.bf16 else torch.float32
-    config = transformer_config(
-        VARIANTS[WIRES[wire]].exo,
-        dtype,
+    sizes = ModelSizes(
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
         num_attention_heads=args.num_attention_heads,
         num_query_groups=query_groups,
+        kv_channels=args.hidden_size // args.num_attention_heads,
         ffn_hidden_size=args.hidden_size * 11 // 4,
+        vocab_size=1024,
+        seq_length=args.seq_length,
+    )
+    config = transformer_config(
+        VARIANTS[WIRES[wire]].exo,
+        sizes,
+        dtype,
         tensor_model_parallel_size=args.tp,
         sequence_parallel=args.tp > 1,
         pipeline_model_parallel_size=args.pp,
@@ -153,7 +160,7 @@ def build(args: argparse.Namespace, wire: str, query_groups: int) -> Any:
         overlap_p2p_comm=args.virtual_stages > 1,
         exo_wire="source" if wire == "source" else "anchors",
     )
-    return StandaloneModel(config, vocab_size=1024, seq_length=args.seq_length, init_recipe="megatron")
+    return StandaloneModel(config, sizes, init_recipe="megatron")
 
 
 def measure(args: argparse.Namespace) -> list[Measured]:

@@ -17,9 +17,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from megatron_exo.checkpoints.reading import read_index
 from megatron_exo.checkpoints.tensors import read_tensor
 from megatron_exo.config import ExoConfig
-from megatron_exo.convert.mapping import ConversionError, ModelSizes
+from megatron_exo.convert.mapping import ConversionError
 from megatron_exo.plain_pickle import reason
 from megatron_exo.shards import LAYER, unfused
+from megatron_exo.sizes import ModelSizes
 
 _PARTS_OF_A_MODEL = ("embedding.", "decoder.", "output_layer.")
 _SIZES = {
@@ -31,10 +32,10 @@ _SIZES = {
     "kv_channels": "kv_channels",
     "ffn_hidden_size": "ffn_hidden_size",
     "vocab_size": "vocab_size",
-    "max_position_embeddings": "max_position_embeddings",
+    "max_position_embeddings": "seq_length",
     "rotary_base": "rotary_base",
     "layernorm_epsilon": "layernorm_epsilon",
-    "tied_embeddings": "tied",
+    "tied_embeddings": "tied_embeddings",
 }
 _ONLY_VALUES: dict[str, Any] = {
     "position_embedding_type": "rope",
@@ -150,7 +151,7 @@ def check_sizes(sizes: ModelSizes) -> None:
         ConversionError: naming the size.
     """
     for name, value in vars(sizes).items():
-        if name != "tied" and not 0 < value < _LARGEST:
+        if name != "tied_embeddings" and not 0 < value < _LARGEST:
             raise ConversionError(f"{name} is {str(value)[:40]}, which is no size of a model")
     if sizes.num_attention_heads % sizes.num_query_groups:
         raise ConversionError(f"{sizes.num_attention_heads} heads cannot share {sizes.num_query_groups} query groups")

@@ -23,7 +23,7 @@ from megatron_exo.convert import hub, verification
 from megatron_exo.convert.checkpoint_tensors import CheckpointTensors, model_of
 from megatron_exo.convert.hf_tokenizer import write_tokenizer
 from megatron_exo.convert.hugging_face import hf_config, hf_mapping
-from megatron_exo.convert.mapping import ConversionError, ModelSizes, ParameterMapping, State
+from megatron_exo.convert.mapping import ConversionError, ParameterMapping, State
 from megatron_exo.convert.model_card import Provenance, model_card
 from megatron_exo.convert.reference import read_reference_checkpoint
 from megatron_exo.convert.safetensors_writing import (
@@ -37,6 +37,7 @@ from megatron_exo.convert.safetensors_writing import (
 )
 from megatron_exo.convert.unfinished import UnfinishedFolder, check_free, unfinished
 from megatron_exo.errors import UserError
+from megatron_exo.sizes import ModelSizes
 
 DTYPES = {"keep": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -191,7 +192,7 @@ def export(source: Source, out: Path, options: Options) -> None:
     with unfinished(out, identity) as folder:
         _write_weights(source, shards, folder)
         tokenizer = write_tokenizer(
-            source.tokenizer, source.tokenizer_copies, folder.path, max_length=source.sizes.max_position_embeddings
+            source.tokenizer, source.tokenizer_copies, folder.path, max_length=source.sizes.seq_length
         )
         dtype = shards[0][0].dtype
         _write_configuration(source, dtype, tokenizer.eos, folder.path)

@@ -15,9 +15,10 @@ from torch import Tensor
 from megatron_exo.config import ExoConfig
 from megatron_exo.convert.checkpoint_tensors import check_sizes
 from megatron_exo.convert.hugging_face import MODEL_TYPE, from_hf_config, hf_mapping
-from megatron_exo.convert.mapping import ConversionError, ModelSizes, ParameterMapping, check_state
+from megatron_exo.convert.mapping import ConversionError, ParameterMapping, check_state
 from megatron_exo.convert.safetensors_writing import DTYPE_NAMES, INDEX
 from megatron_exo.plain_pickle import reason
+from megatron_exo.sizes import ModelSizes
 
 _SINGLE = "model.safetensors"
 _LARGEST_JSON = 100_000_000

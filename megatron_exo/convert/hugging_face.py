@@ -18,12 +18,12 @@ from megatron_exo.convert.mapping import (
     ConversionError,
     Direct,
     Flattened,
-    ModelSizes,
     PackedProjections,
     ParameterMapping,
     Shape,
     per_layer,
 )
+from megatron_exo.sizes import ModelSizes
 
 MODEL_TYPE = "exoformer"
 _LONGEST = 40
@@ -37,9 +37,9 @@ _SIZES = {
     "head_dim": "kv_channels",
     "intermediate_size": "ffn_hidden_size",
     "vocab_size": "vocab_size",
-    "max_position_embeddings": "max_position_embeddings",
+    "max_position_embeddings": "seq_length",
     "rms_norm_eps": "layernorm_epsilon",
-    "tie_word_embeddings": "tied",
+    "tie_word_embeddings": "tied_embeddings",
 }
 
 
@@ -84,7 +84,7 @@ def hf_mapping(exo: ExoConfig, sizes: ModelSizes) -> list[ParameterMapping]:
     theirs, their_attention = "model.layers.*", "model.layers.*.self_attn"
 
     def lambda_shape(component: str) -> Shape:
-        heads = sizes.heads(component)
+        heads = sizes.num_heads(component)
         return {"scalar": (1,), "headwise": (heads, 1), "elementwise": (heads, head_dim)}[exo.granularity]
 
     def packed(our_name: str, their_prefix: str, components: str) -> ParameterMapping:
@@ -97,7 +97,7 @@ def hf_mapping(exo: ExoConfig, sizes: ModelSizes) -> list[ParameterMapping]:
         Direct("embedding.word_embeddings.weight", "model.embed_tokens.weight", (sizes.vocab_size, h)),
         Direct("decoder.final_layernorm.weight", "model.norm.weight", (h,)),
     ]
-    if not sizes.tied:
+    if not sizes.tied_embeddings:
         table += [Direct("output_layer.weight", "lm_head.weight", (sizes.vocab_size, h))]
 
     layer: list[ParameterMapping] = [
@@ -120,7 +120,7 @@ def hf_mapping(exo: ExoConfig, sizes: ModelSizes) -> list[ParameterMapping]:
     ]
     if exo.control == "qk-bias":
         layer += [
-            Direct(f"{attention}.mixing.bias_{c}", f"{their_attention}.{c}_proj.bias", (sizes.heads(c) * head_dim,))
+            Direct(f"{attention}.mixing.bias_{c}", f"{their_attention}.{c}_proj.bias", (sizes.num_heads(c) * head_dim,))
             for c in "qk"
         ]
     if exo.control == "embedding-residual":

@@ -18,11 +18,12 @@ from torch import Tensor
 
 from megatron_exo.checkpoints.reading import folder_of, steps_of
 from megatron_exo.config import ExoConfig
-from megatron_exo.convert.mapping import ConversionError, ModelSizes
+from megatron_exo.convert.mapping import ConversionError
 from megatron_exo.convert.reference import ReferenceCheckpoint, read_reference_checkpoint
 from megatron_exo.errors import UserError
 from megatron_exo.inference import compute_logits
 from megatron_exo.shards import load_whole_state
+from megatron_exo.sizes import ModelSizes
 from megatron_exo.startup import connect, understand
 
 
@@ -153,8 +154,8 @@ def architecture_arguments(exo: ExoConfig, sizes: ModelSizes) -> list[str]:
         ("num-query-groups", sizes.num_query_groups),
         ("kv-channels", sizes.kv_channels),
         ("ffn-hidden-size", sizes.ffn_hidden_size),
-        ("max-position-embeddings", sizes.max_position_embeddings),
-        ("seq-length", sizes.max_position_embeddings),
+        ("max-position-embeddings", sizes.seq_length),
+        ("seq-length", sizes.seq_length),
         ("rotary-base", int(sizes.rotary_base)),
         ("norm-epsilon", sizes.layernorm_epsilon),
         ("vocab-size", sizes.vocab_size),
@@ -162,7 +163,7 @@ def architecture_arguments(exo: ExoConfig, sizes: ModelSizes) -> list[str]:
     arguments = ["--exo-variant", "base", *(word for name, value in options for word in (f"--{name}", str(value)))]
     flags = {
         "--group-query-attention": sizes.num_query_groups < sizes.num_attention_heads,
-        "--tie-embeddings-and-output-weights": sizes.tied,
+        "--tie-embeddings-and-output-weights": sizes.tied_embeddings,
         "--skip-train": exo.drop_anchor or exo.drop_current,  # interventions are for inference only
     }
     return arguments + [flag for flag, is_set in flags.items() if is_set]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_exo.errors import UserError
+from megatron_exo.sizes import ModelSizes
 
 State = Mapping[str, Tensor]
 Shape = tuple[int, ...]
@@ -24,32 +25,6 @@ Shape = tuple[int, ...]
 
 class ConversionError(UserError):
     """Weights that do not fit their table: which names or shapes, and what was expected."""
-
-
-@dataclass(frozen=True)
-class ModelSizes:
-    """The sizes that a checkpoint of any format states about its model."""
-
-    num_layers: int
-    hidden_size: int
-    num_attention_heads: int
-    num_query_groups: int
-    kv_channels: int
-    """Channels per head."""
-    ffn_hidden_size: int
-    """Width of the SwiGLU product: fc1 has twice as many rows."""
-    vocab_size: int
-    """Rows of the embedding without padding."""
-    max_position_embeddings: int
-    """The longest sequence trained on, in tokens; no parameter depends on it."""
-    rotary_base: float = 500000.0
-    layernorm_epsilon: float = 1e-6
-    tied: bool = False
-    """Whether the output layer is the embedding."""
-
-    def heads(self, component: str) -> int:
-        """How many heads a component of ``qkvg`` has: K and V one per query group, Q and G one per attention head."""
-        return self.num_query_groups if component in "kv" else self.num_attention_heads
 
 
 @dataclass(frozen=True)
@@ -156,24 +131,21 @@ class PackedProjections(ParameterMapping):
     stored: str
     kept: str
 
-    def _rows(self, component: str) -> int:
-        return self.sizes.heads(component) * self.sizes.kv_channels
-
     def their_shapes(self) -> Sequence[Shape]:
-        rows = [self._rows(component) for component in self.stored]
+        rows = [self.sizes.width(component) for component in self.stored]
         return [(n, self.sizes.hidden_size) for n in (rows if len(self.their_names) > 1 else [sum(rows)])]
 
     def to_ours(self, tensors: Sequence[Tensor]) -> Tensor:
-        blocks = torch.cat(list(tensors)).split([self._rows(component) for component in self.stored])
+        blocks = torch.cat(list(tensors)).split([self.sizes.width(component) for component in self.stored])
         by_name = dict(zip(self.stored, blocks, strict=True))
         grouped = [by_name[component].unflatten(0, (self.sizes.num_query_groups, -1)) for component in self.kept]
         return torch.cat(grouped, dim=1).flatten(0, 1)
 
     def to_theirs(self, tensor: Tensor) -> Sequence[Tensor]:
         groups = self.sizes.num_query_groups
-        grouped = tensor.unflatten(0, (groups, -1)).split([self._rows(c) // groups for c in self.kept], dim=1)
+        grouped = tensor.unflatten(0, (groups, -1)).split([self.sizes.width(c) // groups for c in self.kept], dim=1)
         by_name = {c: block.flatten(0, 1) for c, block in zip(self.kept, grouped, strict=True)}
-        blocks = [by_name.get(c, tensor.new_zeros(self._rows(c), self.sizes.hidden_size)) for c in self.stored]
+        blocks = [by_name.get(c, tensor.new_zeros(self.sizes.width(c), self.sizes.hidden_size)) for c in self.stored]
         return blocks if len(self.their_names) > 1 else [torch.cat(blocks)]
 
     def dropped(self) -> str | None:

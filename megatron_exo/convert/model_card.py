@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_exo.config import ExoConfig
-from megatron_exo.convert.mapping import ModelSizes
 from megatron_exo.curves import CurveError, read_run
+from megatron_exo.sizes import ModelSizes
 from megatron_exo.variants import name_of
 
 _FRONT_MATTER = """---
@@ -63,8 +63,8 @@ def model_card(
         "layers": f"{sizes.num_layers} of hidden size {sizes.hidden_size}",
         "attention": f"{sizes.num_attention_heads} heads of {sizes.kv_channels} in {sizes.num_query_groups} groups",
         "MLP": f"SwiGLU of {sizes.ffn_hidden_size}",
-        "vocabulary": f"{sizes.vocab_size:,}, {'tied to' if sizes.tied else 'apart from'} the output layer",
-        "context": f"{sizes.max_position_embeddings:,} tokens, rotary base {sizes.rotary_base:g}",
+        "vocabulary": f"{sizes.vocab_size:,}, {'tied to' if sizes.tied_embeddings else 'apart from'} the output layer",
+        "context": f"{sizes.seq_length:,} tokens, rotary base {sizes.rotary_base:g}",
         "trained": f"{come_from.step:,} steps, {come_from.tokens:,} tokens",
     }
     parts = [

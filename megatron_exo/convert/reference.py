@@ -22,7 +22,6 @@ from megatron_exo.config import PATHWAYS, ExoConfig
 from megatron_exo.convert.mapping import (
     Direct,
     Flattened,
-    ModelSizes,
     PackedProjections,
     ParameterMapping,
     SelectedRows,
@@ -35,6 +34,7 @@ from megatron_exo.convert.mapping import (
 from megatron_exo.convert.reference_switches import ReferenceFormatError, exo_from_switches, sizes_from_switches
 from megatron_exo.errors import UserError
 from megatron_exo.plain_pickle import check_saved, check_tensor, reason
+from megatron_exo.sizes import ModelSizes
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def reference_table(exo: ExoConfig, sizes: ModelSizes) -> list[ParameterMapping]
         Direct("embedding.word_embeddings.weight", "transformer.wte.weight", (sizes.vocab_size, h)),
         Direct("decoder.final_layernorm.weight", "transformer.final_norm.weight", (h,)),
     ]
-    if not sizes.tied:
+    if not sizes.tied_embeddings:
         table += [Direct("output_layer.weight", "lm_head.weight", (sizes.vocab_size, h))]
     layer: list[ParameterMapping] = [
         Direct(f"{ours}.input_layernorm.weight", f"{theirs}.attn_norm.weight", (h,)),

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_exo.config import PATHWAYS, ExoConfig
-from megatron_exo.convert.mapping import ConversionError, ModelSizes, State
+from megatron_exo.convert.mapping import ConversionError, State
+from megatron_exo.sizes import ModelSizes
 
 _PATHWAY_WORDS = {"q": "query", "k": "key", "v": "value", "g": "gate"}
 
@@ -103,10 +104,10 @@ def sizes_from_switches(args: Mapping[str, Any]) -> ModelSizes:
         kv_channels=hidden_size // heads,
         ffn_hidden_size=fc1_rows // 2,
         vocab_size=vocab_size,
-        max_position_embeddings=block_size,
+        seq_length=block_size,
         rotary_base=_positive(args, "rope_theta", float, 500000.0),
         layernorm_epsilon=_positive(args, "rmsnorm_eps", float, 1e-6),
-        tied=bool(args.get("weight_tying", False)),
+        tied_embeddings=bool(args.get("weight_tying", False)),
     )
 
 

@@ -17,16 +17,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.enums import ModelType
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from megatron_exo import platform, standalone
-from megatron_exo.builder import ExoModelBuilder, ExoModelConfig
 from megatron_exo.config import ExoConfig
-from megatron_exo.convert.mapping import ConversionError, ModelSizes, State
-from megatron_exo.inference import compute_logits
+from megatron_exo.convert.mapping import ConversionError, State
 from megatron_exo.shards import load_whole_state
+from megatron_exo.sizes import ModelSizes
 
 Loader = Callable[[list[torch.nn.Module]], None]
 """Fills the one chunk of a whole model."""
@@ -90,7 +88,7 @@ def verify(
     Raises:
         ConversionError: they differ by more than the bound for ``rounded_to``, or the folder does not hold the model.
     """
-    shape = (_SEQUENCES, min(_LENGTH, sizes.max_position_embeddings))
+    shape = (_SEQUENCES, min(_LENGTH, sizes.seq_length))
     tokens = torch.randint(sizes.vocab_size, shape, generator=torch.Generator().manual_seed(0))
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):  # Megatron says much of no interest
         warnings.simplefilter("ignore")
@@ -105,34 +103,10 @@ def megatron_logits(exo: ExoConfig, sizes: ModelSizes, load: Loader, tokens: Ten
     if not dist.is_initialized():
         dist.init_process_group(platform.communication_backend(), store=dist.HashStore(), rank=0, world_size=1)
     standalone.start_parallel_state()
-    config = standalone.transformer_config(
-        exo,
-        torch.float32,
-        num_layers=sizes.num_layers,
-        hidden_size=sizes.hidden_size,
-        num_attention_heads=sizes.num_attention_heads,
-        num_query_groups=sizes.num_query_groups,
-        kv_channels=sizes.kv_channels,
-        ffn_hidden_size=sizes.ffn_hidden_size,
-        layernorm_epsilon=sizes.layernorm_epsilon,
-        perform_initialization=False,
-    )
-    model_config = ExoModelConfig(
-        transformer=config,
-        vocab_size=sizes.vocab_size,
-        true_vocab_size=sizes.vocab_size,
-        should_pad_vocab=True,
-        seq_length=sizes.max_position_embeddings,
-        position_embedding_type="rope",
-        rotary_base=int(sizes.rotary_base),
-        share_embeddings_and_output_weights=sizes.tied,
-    )
-    groups = ProcessGroupCollection.use_mpu_process_groups()
-    chunks = ExoModelBuilder(model_config).build_distributed_models(
-        groups, wrap_with_ddp=False, model_type=ModelType.encoder_or_decoder
-    )
-    load(chunks)
-    logits = compute_logits(chunks, tokens.to(platform.device()), sizes.vocab_size, config, groups)
+    config = standalone.transformer_config(exo, sizes, torch.float32, perform_initialization=False)
+    model = standalone.StandaloneModel(config, sizes, is_trained=False)
+    load(model.chunks)
+    logits = model.logits(tokens)
     assert logits is not None  # there is one stage
     return logits.cpu()
 

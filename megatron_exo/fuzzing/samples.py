@@ -99,14 +99,14 @@ def _make_hugging_face(folder: Path) -> None:
 def _make_reference(path: Path) -> None:
     import torch
 
-    from megatron_exo.convert.mapping import ModelSizes
     from megatron_exo.convert.reference import reference_table, state_to_reference
+    from megatron_exo.sizes import ModelSizes
     from megatron_exo.variants import VARIANTS
 
     exo = VARIANTS["e-exoformer"].exo
     sizes = ModelSizes(
         num_layers=2, hidden_size=8, num_attention_heads=2, num_query_groups=2, kv_channels=4, ffn_hidden_size=16,
-        vocab_size=16, max_position_embeddings=8,
+        vocab_size=16, seq_length=8,
     )  # fmt: skip
     state = {row.ours: torch.ones(row.our_shape()) for row in reference_table(exo, sizes)}
     args = {"block_size": 8, "vocab_size": 16, "n_layer": 2, "n_head": 2, "n_embd": 8, "mlp_hidden_dim": 32,
@@ -149,7 +149,7 @@ def _make_saved_tensors(folder: Path) -> None:
     for _ in range(2):
         ones = torch.ones(2, 12)
         batches.note(1, {"tokens": tokens, "labels": tokens + 1, "loss_mask": ones, "position_ids": tokens % 12})
-    batches.save(folder / "batch.pt", iteration=1, rank=0, reason="found NaN in local loss")
+    batches.save(folder / "batch.pt", iteration=1, rank=0)
     torch.save(tokens, folder / "tokens.pt")
     (folder / "ranks" / "mp_rank_00").mkdir(parents=True)  # Megatron's older format, which is only read here
     torch.save({"iteration": 4, "model": {"weight": torch.ones(4)}}, folder / "ranks/mp_rank_00/model_optim_rng.pt")

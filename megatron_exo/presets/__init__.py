@@ -16,9 +16,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megatron_exo.accounting import ModelSizes
 from megatron_exo.config import ExoConfig, ExoConfigError
 from megatron_exo.presets.matching import Matching
+from megatron_exo.sizes import ModelSizes
 from megatron_exo.variants import get_variant
 
 GPT2_VOCAB_SIZE = 50_257

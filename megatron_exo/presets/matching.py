@@ -11,8 +11,9 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron_exo.accounting import ModelSizes, flops_per_token, parameters
+from megatron_exo.accounting import flops_per_token, parameters
 from megatron_exo.config import ExoConfig, ExoConfigError
+from megatron_exo.sizes import ModelSizes
 
 RULES = ("params", "flops", "depth", "none")
 """``params`` and ``flops`` solve the depth, with the reference's widths; ``depth`` solves the FFN width for the

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from megatron_exo.accounting import ModelSizes
+from megatron_exo.sizes import ModelSizes
 
 VARIANTS = ("e-exoformer", "dynamic-e-exoformer", "e-nuresformer")
 """One with static mixing, one with dynamic mixing, one with an internal anchor: every module of the model is in one."""

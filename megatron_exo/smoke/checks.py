@@ -124,17 +124,12 @@ def _model(case: Case, seed: int) -> StandaloneModel:
     sizes = SIZES[case.size].model
     config = transformer_config(
         get_variant(case.variant).exo,
+        sizes,
         torch.bfloat16 if case.dtype == "bf16" else torch.float32,
-        num_layers=sizes.num_layers,
-        hidden_size=sizes.hidden_size,
-        num_attention_heads=sizes.num_attention_heads,
-        num_query_groups=sizes.num_query_groups,
-        kv_channels=sizes.kv_channels,
-        ffn_hidden_size=sizes.ffn_hidden_size,
         transformer_impl=case.backend,
     )
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
-    model = StandaloneModel(config, vocab_size=sizes.vocab_size, seq_length=sizes.seq_length, ddp=ddp)
+    model = StandaloneModel(config, sizes, ddp=ddp)
     shapes = {name: tuple(parameter.shape) for name, parameter in named_shards(model.chunks)}
     load_whole_state(model.chunks, random_weights(shapes, seed), pipeline_size=1)
     model.add_optimizer(optimizer="adam", lr=SIZES[case.size].learning_rate, clip_grad=1.0)

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from megatron_exo.checkpoints.integrity import FORMAT_VERSION, MANIFEST, digest_of, sha256_of
 from megatron_exo.config import ExoConfig
-from megatron_exo.convert.mapping import ModelSizes
+from megatron_exo.sizes import ModelSizes
 
 FUSED = {
     ".input_layernorm.weight": ".self_attention.linear_qkv.layer_norm_weight",
@@ -85,7 +85,7 @@ def write_manifest(
 ) -> None:
     """Write or replace what the checkpoint says of itself, as far as a conversion reads it."""
     fields = dataclasses.asdict(sizes)
-    model = {"exo": dataclasses.asdict(exo), **fields, "tied_embeddings": fields.pop("tied")}
+    model = {"exo": dataclasses.asdict(exo), "max_position_embeddings": fields.pop("seq_length"), **fields}
     model |= {"rotary_base": int(sizes.rotary_base), "position_embedding_type": "rope", "rotary_percent": 1.0}
     model |= {"rotary_interleaved": False, "normalization": "RMSNorm"}
     names = [file.name for file in sorted(folder.iterdir()) if file.is_file() and file.name != MANIFEST]

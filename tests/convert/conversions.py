@@ -22,10 +22,11 @@ from megatron_exo.config import ExoConfig
 from megatron_exo.convert import checkpoint_tensors, exporting, safetensors_writing, unfinished
 from megatron_exo.convert.exporting import Options, export_checkpoint, export_reference
 from megatron_exo.convert.hugging_face import Stacked, hf_config, hf_mapping
-from megatron_exo.convert.mapping import Flattened, ModelSizes, PackedProjections
+from megatron_exo.convert.mapping import Flattened, PackedProjections
 from megatron_exo.errors import UserError
 from megatron_exo.hf import modeling_exoformer
 from megatron_exo.shards import load_whole_state
+from megatron_exo.sizes import ModelSizes
 from megatron_exo.standalone import StandaloneModel
 from tests.convert.checkpoints import write_manifest
 from tests.hf.models import VARIANTS_AND_MORE, our_state
@@ -104,22 +105,11 @@ def megatron_model(exo: ExoConfig, sizes: ModelSizes) -> StandaloneModel:
     standalone.start_parallel_state(dist.get_world_size())
     config = standalone.transformer_config(
         exo,
+        sizes,
         torch.float32,
-        num_layers=sizes.num_layers,
-        hidden_size=sizes.hidden_size,
-        num_attention_heads=sizes.num_attention_heads,
-        num_query_groups=sizes.num_query_groups,
-        kv_channels=sizes.kv_channels,
-        ffn_hidden_size=sizes.ffn_hidden_size,
         tensor_model_parallel_size=dist.get_world_size(),
     )
-    return StandaloneModel(
-        config,
-        vocab_size=sizes.vocab_size,
-        seq_length=sizes.max_position_embeddings,
-        rotary_base=int(sizes.rotary_base),
-        tied=sizes.tied,
-    )
+    return StandaloneModel(config, sizes)
 
 
 # -- conversions that go wrong ------------------------------------------------------------------------------------

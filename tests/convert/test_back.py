@@ -17,10 +17,11 @@ from megatron_exo import pretrain
 from megatron_exo.convert.checkpoint_tensors import CheckpointTensors
 from megatron_exo.convert.hf_reading import read_folder
 from megatron_exo.convert.hugging_face import hf_mapping
-from megatron_exo.convert.mapping import ModelSizes, export_state
+from megatron_exo.convert.mapping import export_state
 from megatron_exo.errors import UserError
 from megatron_exo.hf import ExoFormerConfig
 from megatron_exo.hf.export import write_code_and_config
+from megatron_exo.sizes import ModelSizes
 from tests.convert.conversions import import_folder, import_reference, logits_of_folder
 from tests.convert.test_export import SMALL, assert_equal, contents, export, weights
 from tests.golden_values import GOLDEN, expected
@@ -32,7 +33,7 @@ from tools import convert_from_hf
 EXO = VARIANTS_AND_MORE["dynamic-e-exoformer"]
 TINY = ModelSizes(
     num_layers=2, hidden_size=16, num_attention_heads=4, num_query_groups=4, kv_channels=4, ffn_hidden_size=24,
-    vocab_size=57_601, max_position_embeddings=32,
+    vocab_size=57_601, seq_length=32,
 )  # fmt: skip
 
 
@@ -63,7 +64,7 @@ QUICK = [("untied", 57_601, 2), ("tied", 50_257, 4)]
 )
 def test_every_tensor_comes_back_exactly(tying: str, vocab_size: int, tp: int, tmp_path: Path) -> None:
     """From a folder to ``tp`` ranks, to the checkpoint that they save, and to a folder again."""
-    sizes = dataclasses.replace(TINY, vocab_size=vocab_size, tied=tying == "tied")
+    sizes = dataclasses.replace(TINY, vocab_size=vocab_size, tied_embeddings=tying == "tied")
     folder = write_folder(tmp_path / "hf", sizes)
     layout = ("--tensor-model-parallel-size", str(tp))
     run_on_ranks(tp, import_folder, folder, tmp_path / "run", *layout, process_group=False)

@@ -20,12 +20,13 @@ from transformers import AutoTokenizer
 from megatron_exo.convert.exporting import Options
 from megatron_exo.convert.hf_tokenizer import write_tokenizer
 from megatron_exo.convert.hugging_face import hf_mapping
-from megatron_exo.convert.mapping import ConversionError, ModelSizes
+from megatron_exo.convert.mapping import ConversionError
 from megatron_exo.convert.model_card import Provenance, model_card
 from megatron_exo.convert.safetensors_writing import Group, plan_shards
 from megatron_exo.data.tokenizer_training import train_tokenizer
 from megatron_exo.data.tokenizers import TokenizerError, TokenizerSpec
 from megatron_exo.hf import ExoFormerForCausalLM
+from megatron_exo.sizes import ModelSizes
 from tests.convert.checkpoints import gigabytes, write_checkpoint, write_manifest
 from tests.convert.conversions import export_checkpoints
 from tests.hf.models import SIZES, VARIANTS_AND_MORE, our_state
@@ -260,7 +261,7 @@ def test_memory_stays_below_a_shard_and_the_largest_group(parts: int, tmp_path: 
     """Of more than a gigabyte, in chunks as one rank and as two tensor-parallel ranks save it."""
     sizes = ModelSizes(
         num_layers=12, hidden_size=1024, num_attention_heads=16, num_query_groups=16, kv_channels=64,
-        ffn_hidden_size=2048, vocab_size=57_601, max_position_embeddings=64,
+        ffn_hidden_size=2048, vocab_size=57_601, seq_length=64,
     )  # fmt: skip
     table = hf_mapping(EXO, sizes)
     generator = torch.Generator().manual_seed(0)

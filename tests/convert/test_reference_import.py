@@ -14,7 +14,6 @@ from torch import Tensor
 from megatron_exo.config import ExoConfig
 from megatron_exo.convert.mapping import (
     ConversionError,
-    ModelSizes,
     PackedProjections,
     SelectedRows,
     SwappedSwiGLU,
@@ -26,6 +25,7 @@ from megatron_exo.convert.reference import (
     reference_table,
     state_to_reference,
 )
+from megatron_exo.sizes import ModelSizes
 from megatron_exo.variants import VARIANTS
 from tests import golden_values
 from tests.plain_reference import parameter_shapes
@@ -68,7 +68,7 @@ def test_sizes_step_and_tokens_are_read() -> None:
     assert (source.step, source.tokens, source.layout) == (7, 12345, "current")
     assert source.sizes == ModelSizes(
         num_layers=3, hidden_size=32, num_attention_heads=4, num_query_groups=4, kv_channels=8, ffn_hidden_size=64,
-        vocab_size=64, max_position_embeddings=64, rotary_base=500000.0, layernorm_epsilon=1e-6, tied=False,
+        vocab_size=64, seq_length=64, rotary_base=500000.0, layernorm_epsilon=1e-6, tied_embeddings=False,
     )  # fmt: skip
 
 
@@ -154,7 +154,7 @@ def test_a_tied_checkpoint_has_no_output_layer(tmp_path: Path) -> None:
     raw["model_args"]["weight_tying"] = True
     del raw["model"][f"{PREFIX}lm_head.weight"]
     source = read_reference_checkpoint(save(raw, tmp_path))
-    assert source.sizes.tied
+    assert source.sizes.tied_embeddings
     assert "output_layer.weight" not in source.state
 
 
@@ -264,7 +264,7 @@ def test_projections_are_packed_by_query_group() -> None:
     """4 heads in 2 groups, 1 channel per head; rows numbered in the stacked order q0…q3 k0 k1 v0 v1 g0…g3."""
     sizes = ModelSizes(
         num_layers=1, hidden_size=1, num_attention_heads=4, num_query_groups=2, kv_channels=1, ffn_hidden_size=1,
-        vocab_size=1, max_position_embeddings=1,
+        vocab_size=1, seq_length=1,
     )  # fmt: skip
     stacked = torch.arange(12.0).view(12, 1)
     ours = torch.tensor([0, 1, 8, 9, 4, 6, 2, 3, 10, 11, 5, 7.0]).view(12, 1)

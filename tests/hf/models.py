@@ -10,19 +10,20 @@ from torch import Tensor
 
 from megatron_exo.config import ExoConfig
 from megatron_exo.convert.hugging_face import hf_config, hf_mapping
-from megatron_exo.convert.mapping import ModelSizes, export_state
+from megatron_exo.convert.mapping import export_state
 from megatron_exo.hf import ExoFormerConfig, ExoFormerForCausalLM
+from megatron_exo.sizes import ModelSizes
 from megatron_exo.variants import VARIANTS
 from tests.golden_values import plain_sizes
 from tests.plain_reference import PlainExoFormer, random_state
 
 SIZES = ModelSizes(
     num_layers=3, hidden_size=32, num_attention_heads=4, num_query_groups=4, kv_channels=8, ffn_hidden_size=64,
-    vocab_size=64, max_position_embeddings=64,
+    vocab_size=64, seq_length=64,
 )  # fmt: skip
 GROUPED = dataclasses.replace(SIZES, num_query_groups=2, kv_channels=16)
 """Half as many K and V heads as Q and G heads, and heads that together are wider than the hidden size."""
-TIED = dataclasses.replace(SIZES, tied=True)
+TIED = dataclasses.replace(SIZES, tied_embeddings=True)
 
 _EXO = VARIANTS["e-exoformer"].exo
 _DYNAMIC = VARIANTS["dynamic-e-exoformer"].exo

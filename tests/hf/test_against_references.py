@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from megatron_exo.convert.hugging_face import Stacked, hf_mapping
-from megatron_exo.convert.mapping import ModelSizes, PackedProjections, export_state, import_state
+from megatron_exo.convert.mapping import PackedProjections, export_state, import_state
 from megatron_exo.convert.reference import state_to_reference
 from megatron_exo.hf import ExoFormerForCausalLM, modeling_exoformer
+from megatron_exo.sizes import ModelSizes
 from tests import golden_values, plain_reference
 from tests.hf.models import GROUPED, SIZES, TIED, VARIANTS_AND_MORE, empty_model, hf_model, load, plain_model, tokens
 

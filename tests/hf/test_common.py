@@ -158,7 +158,7 @@ def test_embeddings_can_be_resized(sizes: object) -> None:
     logits(model, torch.full((1, 2), 69))
     model.resize_token_embeddings(50)
     torch.testing.assert_close(logits(model, ids % 50)[..., :50].shape, torch.Size((2, 7, 50)))
-    assert (model.lm_head.weight is model.model.embed_tokens.weight) == sizes.tied  # type: ignore[attr-defined]
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == sizes.tied_embeddings  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("name", VARIANTS_AND_MORE)

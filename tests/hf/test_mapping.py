@@ -11,8 +11,9 @@ import torch
 
 from megatron_exo.config import ExoConfigError
 from megatron_exo.convert.hugging_face import from_hf_config, hf_config, hf_mapping
-from megatron_exo.convert.mapping import ConversionError, ModelSizes, export_state, import_state
+from megatron_exo.convert.mapping import ConversionError, export_state, import_state
 from megatron_exo.hf import ExoFormerConfig
+from megatron_exo.sizes import ModelSizes
 from tests.golden_values import plain_sizes
 from tests.hf.models import GROUPED, SIZES, VARIANTS_AND_MORE, empty_model, our_state
 from tests.plain_reference import parameter_shapes
@@ -20,7 +21,7 @@ from tests.plain_reference import parameter_shapes
 ALL_SIZES = {
     "multi-head": SIZES,
     "grouped": GROUPED,
-    "tied, of an odd vocabulary": dataclasses.replace(SIZES, tied=True, vocab_size=57),
+    "tied, of an odd vocabulary": dataclasses.replace(SIZES, tied_embeddings=True, vocab_size=57),
 }
 
 

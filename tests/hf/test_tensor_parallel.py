@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_exo.convert.mapping import ModelSizes
+from megatron_exo.sizes import ModelSizes
 from tests.hf.models import GROUPED, SIZES, hf_model, tokens
 
 CASES: dict[str, ModelSizes] = {

@@ -10,10 +10,11 @@ import torch
 
 from megatron_exo.config import ExoConfigError
 from megatron_exo.model.config import _UNSUPPORTED, ExoTransformerConfig
+from megatron_exo.sizes import ModelSizes
 from megatron_exo.standalone import transformer_config
 from megatron_exo.variants import VARIANTS
 
-SIZES: dict[str, Any] = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4}
+SIZES = ModelSizes(4, 64, 4, 4, 16, 128, vocab_size=64, seq_length=32)
 NUMBERS: dict[str, Any] = {
     "mtp_num_layers": 1,
     "num_moe_experts": 2,
@@ -23,7 +24,7 @@ NUMBERS: dict[str, Any] = {
 
 
 def make(variant: str = "e-exoformer", **fields: Any) -> ExoTransformerConfig:
-    return transformer_config(VARIANTS[variant].exo, torch.float32, **SIZES | fields)
+    return transformer_config(VARIANTS[variant].exo, SIZES, torch.float32, **fields)
 
 
 @pytest.mark.parametrize("field", _UNSUPPORTED)

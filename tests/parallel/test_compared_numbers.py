@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from megatron_exo.accounting import ModelSizes, parameters, training_flops_per_token
+from megatron_exo.accounting import parameters, training_flops_per_token
 from megatron_exo.plan import human
+from megatron_exo.sizes import ModelSizes
 from megatron_exo.variants import VARIANTS
 from tests.plain_reference import PlainExoFormer, PlainSizes
 from tests.programs import MODEL
