@@ -1,4 +1,4 @@
-"""Errors that a user can mend: programs show them as one line, without a traceback."""
+"""Errors that a user can mend: programs show them as one line, without a traceback; and what others mean, in one."""
 
 from __future__ import annotations
 
@@ -63,6 +63,26 @@ def leave(message: str, *, status: int = 1, only_here: bool = False) -> NoReturn
     else:
         time.sleep(_PATIENCE_S)
     sys.exit(status)
+
+
+def reason(error: BaseException) -> str:
+    """Why something could not be read, in some words: PyTorch says it in the middle of a page of advice."""
+    named = re.search(r"GLOBAL (\S+)", str(error))
+    what = f"it names {named[1]}, which is no plain data" if named else str(error)
+    return f"{type(error).__name__}: {what}".splitlines()[0].split(". ")[0][:300]
+
+
+def one_line(error: BaseException) -> str:
+    """The exception's type and the line of its message that says most.
+
+    That is the first: what follows in CUDA's errors is general advice. But torch.compile's begin with lines that only
+    introduce the next, and errors of another process bring a traceback, whose last line counts.
+    """
+    message = str(error)
+    lines = [line.strip() for line in message.splitlines() if any(map(str.isalnum, line))]
+    if "Traceback (most recent call last):" in message:
+        lines.reverse()
+    return f"{type(error).__name__}: {next((line for line in lines if not line.endswith(':')), 'no message')}"
 
 
 def _is_connected() -> bool:

@@ -16,8 +16,8 @@ from megatron.core.num_microbatches_calculator import reconfigure_num_microbatch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from megatron_exo.errors import UserError
-from megatron_exo.plain_pickle import check_saved, check_tensor, reason
+from megatron_exo.errors import UserError, reason
+from megatron_exo.plain_pickle import check_saved, check_tensor
 from megatron_exo.resume import folder_to_load
 
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_exo.errors import one_line
 from megatron_exo.smoke.cases import BOUNDS, DTYPES, STAGES, VARIANTS, Case, Deviation, Result
 from megatron_exo.smoke.compare import (
     largest_difference,
@@ -25,7 +26,7 @@ from megatron_exo.smoke.compare import (
     number_of_changed,
     relative_error,
 )
-from megatron_exo.smoke.process import Worker, WorkerError, one_line
+from megatron_exo.smoke.process import Worker, WorkerError
 from megatron_exo.smoke.report import COLUMNS, cells, failures, markdown, summary
 from tests.ranks import run_on_ranks
 

@@ -30,8 +30,7 @@ from megatron_exo.checkpoints.reading import (
 )
 from megatron_exo.checkpoints.tensors import read_tensor
 from megatron_exo.config import ExoConfig
-from megatron_exo.errors import UserError
-from megatron_exo.plain_pickle import reason
+from megatron_exo.errors import UserError, reason
 
 _BLOCK = 1 << 22
 """Elements that are compared at once, in double precision."""

@@ -19,8 +19,8 @@ from megatron.core import safe_globals  # noqa: F401  its import registers Megat
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
-from megatron_exo.errors import UserError
-from megatron_exo.plain_pickle import check_saved, read_index_pickle, reason
+from megatron_exo.errors import UserError, reason
+from megatron_exo.plain_pickle import check_saved, read_index_pickle
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _LONGEST_TRACKER = 18

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
 from megatron_exo.checkpoints.reading import DamagedCheckpointError
-from megatron_exo.plain_pickle import check_saved, check_tensor, reason
+from megatron_exo.errors import reason
+from megatron_exo.plain_pickle import check_saved, check_tensor
 
 
 def read_tensor(folder: Path, index: Metadata, key: str) -> Tensor:

@@ -18,7 +18,7 @@ from megatron_exo.checkpoints.reading import read_index
 from megatron_exo.checkpoints.tensors import read_tensor
 from megatron_exo.config import ExoConfig
 from megatron_exo.convert.mapping import ConversionError
-from megatron_exo.plain_pickle import reason
+from megatron_exo.errors import reason
 from megatron_exo.shards import LAYER, unfused
 from megatron_exo.sizes import ModelSizes
 

@@ -17,7 +17,7 @@ from megatron_exo.convert.checkpoint_tensors import check_sizes
 from megatron_exo.convert.hugging_face import MODEL_TYPE, from_hf_config, hf_mapping
 from megatron_exo.convert.mapping import ConversionError, ParameterMapping, check_state
 from megatron_exo.convert.safetensors_writing import DTYPE_NAMES, INDEX
-from megatron_exo.plain_pickle import reason
+from megatron_exo.errors import reason
 from megatron_exo.sizes import ModelSizes
 
 _SINGLE = "model.safetensors"

@@ -12,8 +12,8 @@ from typing import Any
 
 from megatron_exo.convert.mapping import ConversionError
 from megatron_exo.data.tokenizers import SENTENCEPIECE_TYPES, Tokenizer, TokenizerError, TokenizerSpec
+from megatron_exo.errors import reason
 from megatron_exo.files import is_plain_name
-from megatron_exo.plain_pickle import reason
 
 _PLAIN_CONFIG = {"tokenizer_class": "PreTrainedTokenizerFast", "padding_side": "left"}
 _TEXTS = (

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_exo.errors import UserError
-from megatron_exo.plain_pickle import reason
+from megatron_exo.errors import UserError, reason
 
 
 def check_hub(repository: str) -> None:

@@ -32,8 +32,8 @@ from megatron_exo.convert.mapping import (
     per_layer,
 )
 from megatron_exo.convert.reference_switches import ReferenceFormatError, exo_from_switches, sizes_from_switches
-from megatron_exo.errors import UserError
-from megatron_exo.plain_pickle import check_saved, check_tensor, reason
+from megatron_exo.errors import UserError, reason
+from megatron_exo.plain_pickle import check_saved, check_tensor
 from megatron_exo.sizes import ModelSizes
 
 

@@ -18,7 +18,7 @@ from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_l
 
 from megatron_exo.argument_checks import NO_DATA
 from megatron_exo.data.validate import DatasetError, check_dataset, check_sidecar
-from megatron_exo.plain_pickle import reason
+from megatron_exo.errors import reason
 
 _LONGEST_PREFIX = 900
 """Characters; a message that repeats a prefix is still a line."""

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from megatron_exo.errors import UserError
-from megatron_exo.plain_pickle import reason
+from megatron_exo.errors import UserError, reason
 
 SAMPLE_ID = "sample_id"
 

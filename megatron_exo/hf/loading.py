@@ -8,9 +8,8 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from megatron_exo.convert.hf_reading import check_plain, read_folder
-from megatron_exo.errors import UserError
+from megatron_exo.errors import UserError, reason
 from megatron_exo.hf import ExoFormerForCausalLM
-from megatron_exo.plain_pickle import reason
 
 
 def load_model(kind: Any, folder: Path, **settings: Any) -> Any:

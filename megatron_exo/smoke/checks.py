@@ -20,11 +20,11 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from torch import Tensor
 
 from megatron_exo import platform
+from megatron_exo.errors import one_line
 from megatron_exo.model.documents import DocumentMask
 from megatron_exo.shards import load_whole_state, named_shards
 from megatron_exo.smoke.cases import RESUMED_STEPS, SIZES, STAGES, STEPS, Bounds, Case, Deviation, Result
 from megatron_exo.smoke.compare import largest_difference, largest_relative_error, number_of_changed, relative_error
-from megatron_exo.smoke.process import one_line
 from megatron_exo.standalone import StandaloneModel, start_parallel_state, transformer_config
 from megatron_exo.variants import get_variant
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from megatron_exo.errors import one_line
 from megatron_exo.smoke.cases import Result
 
 _SPAWN = multiprocessing.get_context("spawn")  # a forked process could not use CUDA
@@ -89,19 +90,6 @@ class Worker:
     def _last_words(self) -> str:
         lines = self._log.read_text(errors="replace").split("\n") if self._log.exists() else []
         return next((line.strip() for line in reversed(lines) if line.strip()), "nothing")
-
-
-def one_line(error: BaseException) -> str:
-    """The exception's type and the line of its message that says most.
-
-    That is the first: what follows in CUDA's errors is general advice. But torch.compile's begin with lines that only
-    introduce the next, and errors of another process bring a traceback, whose last line counts.
-    """
-    message = str(error)
-    lines = [line.strip() for line in message.splitlines() if any(map(str.isalnum, line))]
-    if "Traceback (most recent call last):" in message:
-        lines.reverse()
-    return f"{type(error).__name__}: {next((line for line in lines if not line.endswith(':')), 'no message')}"
 
 
 def _serve(connection: Connection, start: Callable[[], Any], log: Path) -> None:
