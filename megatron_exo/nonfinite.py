@@ -96,6 +96,7 @@ def _is_saved_by_another(args: Namespace, path: Path) -> bool:
     if args.world_size == 1:
         return False
     path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)  # of an earlier start that came this far
     request = path.with_suffix(_REQUEST)
     request.write_text(str(parallel_state.get_data_parallel_rank()))
     deadline = time.monotonic() + _PATIENCE_S
@@ -111,6 +112,7 @@ def _save_for_others(args: Namespace, folder: Path, is_over: threading.Event) ->
         iteration = getattr(args, "curr_iteration", -1) + 1  # before the first step there is none
         for request in folder.glob(f"iteration-{iteration}-rank-*{_REQUEST}"):
             with suppress(OSError):  # it may have been answered by another
-                if request.read_text() == str(parallel_state.get_data_parallel_rank()):
+                is_answered = request.with_suffix(".pt").exists()  # its finder may end now, and this rank in a write
+                if not is_answered and request.read_text() == str(parallel_state.get_data_parallel_rank()):
                     finder = int(request.stem.rpartition("-")[2])
                     step_batches.save(request.with_suffix(".pt"), iteration=iteration, rank=finder)

@@ -16,14 +16,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.ranks import leave
+from tests.ranks import forked, leave
 
 MODEL = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
 """The sizes of a model that trains in a moment."""
 RUN = "--micro-batch-size 2 --global-batch-size 8 --train-iters 4 --lr 1e-3 --eval-iters 1 --eval-interval 100"
 MOCK_DATA = "--mock-data --tokenizer-type NullTokenizer --vocab-size 64"
 
-_context = multiprocessing.get_context("forkserver")
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -60,11 +59,10 @@ def run_program(
         largest_file: bytes after which writing a file fails, as on a full disk.
         timeout_s: seconds after which the program is killed; its status is then negative.
     """
-    _context.set_forkserver_preload(["tests.preload"])
     with tempfile.TemporaryDirectory() as folder:
         streams = [str(Path(folder) / name) for name in ("out", "err")]
         words = [str(argument) for argument in arguments]
-        process = _context.Process(target=_run, args=(main, words, dict(environment or {}), largest_file, streams))
+        process = forked().Process(target=_run, args=(main, words, dict(environment or {}), largest_file, streams))
         process.start()
         process.join(timeout_s)
         if process.exitcode is None:

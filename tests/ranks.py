@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import pickle
 import socket
@@ -15,11 +16,19 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from multiprocessing.synchronize import Barrier
 from typing import Any, NoReturn
 
 _context = multiprocessing.get_context("forkserver")
 _PRELOAD = ["tests.preload"]
+
+
+def forked() -> ForkServerContext:
+    """The context of all processes that tests fork: its one server has the same imports whichever test is the first."""
+    _context.set_forkserver_preload(_PRELOAD)
+    multiprocessing.forkserver.ensure_running()
+    return _context
 
 
 class RankError(AssertionError):
@@ -43,15 +52,16 @@ def run_on_ranks(
     Raises:
         RankError: the first failure, or a time-out.
     """
-    _context.set_forkserver_preload(_PRELOAD)
-    port = _free_port()
-    start = _context.Barrier(world_size, timeout=timeout_s)
-    pipes = [_context.Pipe(duplex=False) for _ in range(world_size)]
+    os.environ["OMP_NUM_THREADS"] = "1"
+    context = forked()
+    held = _held_port()
+    port = held.getsockname()[1]
+    start = context.Barrier(world_size, timeout=timeout_s)
+    pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
     ranks = [
-        _context.Process(target=_main, args=(rank, world_size, port, start, sender, function, args, process_group))
+        context.Process(target=_main, args=(rank, world_size, port, start, sender, function, args, process_group))
         for rank, (_, sender) in enumerate(pipes)
     ]
-    os.environ["OMP_NUM_THREADS"] = "1"
     for process in ranks:
         process.start()
     for _, sender in pipes:
@@ -66,6 +76,7 @@ def run_on_ranks(
                 process.kill()
         for receiver, _ in pipes:
             receiver.close()
+        held.close()
 
 
 def _collect(waiting: dict[Connection, int], deadline: float) -> list[Any]:
@@ -130,7 +141,9 @@ def leave(status: int) -> NoReturn:
     os._exit(status)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def _held_port() -> socket.socket:
+    """A socket with a port that the system gives to nobody else while it is open; who asks for that port may listen."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("", 0))
+    return held

@@ -320,8 +320,11 @@ def test_what_a_failed_process_started_ends_with_it(worker: Worker) -> None:
 
 
 def _is_running(pid: int) -> bool:
-    status = Path(f"/proc/{pid}/stat")
-    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
 
 
 def test_errors_are_cut_to_the_line_that_says_something() -> None:

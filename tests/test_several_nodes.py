@@ -13,9 +13,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 
-from megatron_exo.checkpoints.integrity import newest_whole
+from megatron_exo.checkpoints.integrity import damages, newest_whole
+from megatron_exo.checkpoints.reading import TRACKER
 from tests.hosts import Host, hosts, why_not
 from tests.programs import MOCK_DATA, MODEL
 
@@ -66,7 +68,7 @@ class Job:
 
     def __exit__(self, *exception: object) -> None:
         for host, agent in zip(self.pair, self.agents, strict=True):
-            host.signal(signal.SIGKILL)
+            host.end()
             agent.wait()
 
     def wait(self, seconds: float = 240.0) -> list[int]:
@@ -89,7 +91,9 @@ def test_a_run_over_two_hosts_is_killed_on_one_and_goes_on_from_its_checkpoint(
     pair: list[Host], tmp_path: Path
 ) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    with Job(pair, tmp_path / "1", f"--train-iters 12 --save {whole} --load {whole}") as job:
+    # Left alone the run would never end: it cannot do so before it is killed.
+    words = "--train-iters 1000000 --lr-decay-iters 12 --save {0} --load {0}"
+    with Job(pair, tmp_path / "1", words.format(whole) + " --exit-interval 12") as job:
         assert job.wait() == [0, 0], job.printed()[-3000:]
         # The table of ranks: who is where, and what.
         rows = re.findall(r"^(\d) +(exohost\d) +cpu +(\d) +(\d) +(\d) +(\d)$", job.printed(), re.MULTILINE)
@@ -100,25 +104,28 @@ def test_a_run_over_two_hosts_is_killed_on_one_and_goes_on_from_its_checkpoint(
             ("3", "exohost2", "1", "1", "0", "0"),
         ]
 
-    long = f"--train-iters 12 --lr-decay-iters 12 --save {broken} --load {broken}"
-    with Job(pair, tmp_path / "2", long) as job:
-        wait_for(job, lambda: (broken / "latest_checkpointed_iteration.txt").exists())
+    with Job(pair, tmp_path / "2", words.format(broken)) as job:
+        wait_for(job, lambda: (broken / TRACKER).exists())
         pair[1].signal(signal.SIGKILL)
         killed_at = time.monotonic()
         assert job.agents[0].wait(60) != 0
         assert time.monotonic() - killed_at < 60
-    with Job(pair, tmp_path / "3", long) as job:
+    named = int((broken / TRACKER).read_text())
+    with Job(pair, tmp_path / "3", words.format(broken) + " --exit-interval 12") as job:
         assert job.wait() == [0, 0], job.printed()[-3000:]
-        assert re.search(r"loaded checkpoint (4|8|12) ", job.printed())
-    assert _losses(broken) == pytest.approx(_losses(whole), abs=2e-6)  # as printed, with six decimals
+        assert f"loaded checkpoint {named} " in job.printed()
+    expected, losses = _losses(whole), _losses(broken)
+    assert len(expected) == 12
+    assert {step: losses[step] for step in expected} == pytest.approx(expected, abs=2e-6)  # as printed: six decimals
 
 
 def test_ranks_of_both_hosts_start_again_by_themselves_after_one_is_killed(pair: list[Host], tmp_path: Path) -> None:
     run = tmp_path / "run"
     words = f"--max-restarts 3 --train-iters 1000000 --lr-decay-style constant --save {run} --load {run}"
     with Job(pair, tmp_path / "1", words, program=LAUNCHER, per_host=1) as job:
-        wait_for(job, lambda: (run / "latest_checkpointed_iteration.txt").exists())
-        os.kill(next(pid for pid in pair[1].processes() if _is_rank(pid)), signal.SIGKILL)
+        wait_for(job, lambda: (run / TRACKER).exists())
+        (rank,) = filter(_is_rank, pair[1].processes())
+        os.kill(rank, signal.SIGKILL)
         wait_for(job, lambda: re.search(r"loaded checkpoint \d+ ", job.printed()))
         trained = len(re.findall("^iteration", job.printed(), flags=re.M))
         wait_for(job, lambda: len(re.findall("^iteration", job.printed(), flags=re.M)) > trained)
@@ -133,7 +140,7 @@ def test_a_host_that_falls_silent_ends_the_job_and_it_goes_on_from_its_checkpoin
     run = tmp_path / "run"
     endless = f"--train-iters 1000000 --lr-decay-style constant --save {run} --load {run} --exo-lost-host-timeout 8"
     with Job(pair, tmp_path / "1", endless) as job:
-        wait_for(job, lambda: (run / "latest_checkpointed_iteration.txt").exists())
+        wait_for(job, lambda: (run / TRACKER).exists())
         pair[1].set_cable("down")
         pulled_at = time.monotonic()
         try:
@@ -145,10 +152,11 @@ def test_a_host_that_falls_silent_ends_the_job_and_it_goes_on_from_its_checkpoin
         first, second = (log.read_text(errors="replace") for log in job.logs)
         assert "error: host exohost2 (ranks 2-3) gave no sign of life for 8 s (--exo-lost-host-timeout)" in first
         assert "error: host exohost1 (ranks 0-1), where all ranks have met, has not answered for 8 s" in second
-    whole = newest_whole(run, checksums=True)
-    with Job(pair, tmp_path / "2", f"{endless} --exit-interval {(whole or 0) + 2}") as job:
+    named = int((run / TRACKER).read_text())  # a newer one may be whole, and all ranks not have been told
+    assert damages(run / f"iter_{named:07d}", checksums=True) == []
+    with Job(pair, tmp_path / "2", f"{endless} --exit-interval {named + 2}") as job:
         assert job.wait() == [0, 0], job.printed()[-3000:]
-        assert f"loaded checkpoint {whole} " in job.printed()
+        assert f"loaded checkpoint {named} " in job.printed()
 
 
 def test_a_host_that_stops_on_its_way_up_is_named(pair: list[Host], tmp_path: Path) -> None:
@@ -203,8 +211,13 @@ def wait_for(job: Job, condition: Callable[[], object]) -> None:
 
 
 def _is_rank(pid: int) -> bool:
-    """Whether a process is a rank; what has started it names the same module or script."""
-    with contextlib.suppress(OSError):
-        command = (Path("/proc") / str(pid) / "cmdline").read_bytes()
-        return re.search(rb"-u\0(-m\0megatron_exo.pretrain|\S*pretrain_exoformer.sh)\0", command) is not None
+    """Whether a process is a rank; what has started it names the same module or script, what it forks says the same."""
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        return _says_rank(process) and not _says_rank(psutil.Process(process.ppid()))
     return False
+
+
+def _says_rank(process: psutil.Process) -> bool:
+    command = " ".join(process.cmdline())
+    return re.search(r" -u (-m megatron_exo.pretrain|\S*pretrain_exoformer.sh) ", command) is not None

@@ -193,7 +193,10 @@ def run_under_fire(args: argparse.Namespace, folder: Path, dice: random.Random, 
             if len(ranks) < args.ranks or job.is_over():
                 break  # the run has come to its end
             rank = dice.choice(sorted(ranks))
-            ranks[rank].kill()
+            try:
+                ranks[rank].kill()
+            except psutil.NoSuchProcess:
+                continue  # it has come to its end in between
             killed_at, kills = time.monotonic(), kills - 1
             iteration = job.iteration() or 0
             gone = partial(job.are_gone, ranks) if args.max_restarts else job.is_over

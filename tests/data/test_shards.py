@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import re
 import shutil
@@ -24,6 +23,7 @@ from megatron_exo.data.sidecar import Sidecar
 from megatron_exo.data.tokenizers import TokenizerError, TokenizerSpec
 from megatron_exo.data.validate import DatasetError, check_dataset, check_sidecar
 from tests.data.test_data_tools import load
+from tests.ranks import forked
 
 EOT = 50256
 
@@ -181,9 +181,8 @@ def test_a_killed_conversion_goes_on_to_the_same_files(tmp_path: Path, capfd: py
     stream = np.random.default_rng(2).choice([EOT, *range(9)], 100)
     shards = [str(write_shard(tmp_path / f"s{number}.bin", part)) for number, part in enumerate(np.split(stream, 2))]
     convert_shards(shards, str(tmp_path / "whole"))
-    context = multiprocessing.get_context("forkserver")
     for at, tokens in ((4, 32), (7, 66)):
-        process = context.Process(target=_convert_and_die, args=(shards, str(tmp_path / "out"), at))
+        process = forked().Process(target=_convert_and_die, args=(shards, str(tmp_path / "out"), at))
         process.start()
         process.join()
         assert process.exitcode == -signal.SIGKILL

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import shutil
 import signal
@@ -26,8 +25,8 @@ from megatron_exo.data.unfinished import UnfinishedDataset, UnfinishedError
 from megatron_exo.data.validate import DatasetError, check_dataset
 from megatron_exo.errors import UserError
 from megatron_exo.files import only_one_process
+from tests.ranks import forked
 
-_context = multiprocessing.get_context("forkserver")
 BATCH_BYTES = 6000  # so that the texts are a dozen batches, and each of them is saved
 
 Place = tuple[Any, str, Callable[[int, tuple[Any, ...]], bool]]
@@ -65,8 +64,7 @@ def _die(where: str, pids: Path, *args: Any, **options: Any) -> None:
 
 def kill(where: str, pids: Path, *args: Any, **options: Any) -> list[int]:
     """The processes that were left when ``preprocess`` was killed."""
-    _context.set_forkserver_preload(["tests.data.test_unfinished"])
-    process = _context.Process(target=_die, args=(where, pids, *args), kwargs=options)
+    process = forked().Process(target=_die, args=(where, pids, *args), kwargs=options)
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL

@@ -11,8 +11,15 @@ from megatron_exo.errors import UserError
 from megatron_exo.fuzzing import process
 from megatron_exo.fuzzing.kinds import KINDS, Kind, damaged
 from megatron_exo.fuzzing.process import FAILURES, OUTCOMES, fuzz
+from tests.ranks import forked
 
 MEMORY = 1 << 30
+
+
+@pytest.fixture(scope="module", autouse=True)
+def same_server() -> None:
+    """Or the server of the fuzzer would be that of all tests that come later."""
+    forked()
 
 
 ARCHIVES = (

@@ -6,6 +6,7 @@ import os
 import socket
 import struct
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,10 @@ LOOPBACK = {"127.0.0.1", "::1"}
 
 def _listening() -> Iterator[tuple[str, int]]:
     """Address and port of every socket at which this process waits for others."""
-    links = [path.readlink() for path in Path("/proc/self/fd").iterdir() if path.is_symlink() and path.exists()]
-    own = {str(link) for link in links}
+    own: set[str] = set()
+    for path in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed in between
+            own.add(str(path.readlink()))
     for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             _, local, _, state, *_ = line.split()
