@@ -138,7 +138,7 @@ def add_exo_arguments(parser: ArgumentParser) -> ArgumentParser:
         f"{', '.join(KINDS[:-1])} or {KINDS[-1]} is refused",
     )
     group.add_argument(
-        "--exo-replay",
+        "--replay",
         metavar="FILE",
         default=None,
         help="train one iteration from --load on the batch that ended a run (SAVE/not-finite), and name the module "

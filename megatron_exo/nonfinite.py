@@ -82,7 +82,7 @@ def batch_saved_when_not_finite(args: Namespace, folder: Path) -> Iterator[None]
         iteration, reason = args.curr_iteration + 1, found[1]
         path = folder / f"iteration-{iteration}-rank-{args.rank}.pt"
         is_saved = step_batches.save(path, iteration=iteration, rank=args.rank) or _is_saved_by_another(args, path)
-        where = f"its batch is in {path}, see --exo-replay" if is_saved else "no rank has its batch"
+        where = f"its batch is in {path}, see --replay" if is_saved else "no rank has its batch"
         raise UserError(
             f"{reason}, iteration {iteration}; {where}; the checkpoints before it are whole, lower the learning rate "
             "or look into the batch, and start again from one of them"

@@ -89,7 +89,7 @@ def _run() -> None:
         if start.args.exo_log_samples:
             datasets_provider = numbering(datasets_provider)
         step = forward_step
-        if start.args.exo_replay is not None:
+        if start.args.replay is not None:
             datasets_provider, step = replay.prepare(start.args), replay.naming_the_module(forward_step)
         pg_collection = connect(start.args.exo_start_timeout, start.args.exo_lost_host_timeout)
         if dist.get_world_size() > 1:

@@ -1,4 +1,4 @@
-"""``--exo-replay FILE``: the batch that ended a run (``nonfinite.py``) once more, on the weights of a checkpoint.
+"""``--replay FILE``: the batch that ended a run (``nonfinite.py``) once more, on the weights of a checkpoint.
 
 It is one training iteration of Megatron's, from ``--load``, with the batch as its data; nothing is saved.
 """
@@ -50,7 +50,7 @@ def read_batch(path: Path) -> list[dict[str, Tensor]]:
         _check_batches(batches)
     except Exception as error:  # a damaged file raises whatever it likes
         raise UserError(
-            f"--exo-replay {path} is no batch that a run has saved: {reason(error)}; pass a file from SAVE/not-finite"
+            f"--replay {path} is no batch that a run has saved: {reason(error)}; pass a file from SAVE/not-finite"
         ) from error
     return batches
 
@@ -79,19 +79,19 @@ def prepare(args: Namespace) -> Callable[..., tuple[Any, None, None]]:
         UserError: the file is no saved batch, of another sequence length or vocabulary, or there is no checkpoint to
             replay it on.
     """
-    path = Path(args.exo_replay)
+    path = Path(args.replay)
     batches = read_batch(path)
     folder = folder_to_load(args)
     if folder is None:
-        raise UserError("--exo-replay without a checkpoint; pass --load (and --ckpt-step) of the run that stopped")
+        raise UserError("--replay without a checkpoint; pass --load (and --ckpt-step) of the run that stopped")
     length = batches[0]["tokens"].shape[1]
     if length != args.seq_length:
-        raise UserError(f"--exo-replay {path} has sequences of {length} tokens; pass --seq-length {length}")
+        raise UserError(f"--replay {path} has sequences of {length} tokens; pass --seq-length {length}")
     for batch in batches:
         tokens = torch.stack([batch["tokens"], batch["labels"]])
         if not 0 <= int(tokens.min()) <= int(tokens.max()) < args.padded_vocab_size:
             raise UserError(
-                f"--exo-replay {path} has tokens beyond the vocabulary of {args.padded_vocab_size}; pass a batch and "
+                f"--replay {path} has tokens beyond the vocabulary of {args.padded_vocab_size}; pass a batch and "
                 "the options of the same run"
             )
     args.micro_batch_size = batches[0]["tokens"].shape[0]

@@ -93,7 +93,7 @@ def test_a_loss_that_is_nan_stops_the_run_with_step_rank_and_batch(stopped: tupl
     path = folder / "not-finite" / "iteration-3-rank-0.pt"
     assert outcome.status == 1
     assert one_line(outcome.err).startswith(
-        f"rank 0: found NaN in the local loss, iteration 3; its batch is in {path}, see --exo-replay; "
+        f"rank 0: found NaN in the local loss, iteration 3; its batch is in {path}, see --replay; "
         "the checkpoints before it are whole"
     )
     assert (folder / "latest_checkpointed_iteration.txt").read_text() == "2"
@@ -120,13 +120,13 @@ def test_a_replay_trains_one_iteration_on_that_batch_and_saves_nothing(
 ) -> None:
     folder = Path(shutil.copytree(stopped[0], tmp_path / "run"))
     batch = str(folder / "not-finite" / "iteration-3-rank-0.pt")
-    outcome = _run(pretrain.main, folder, "--exo-replay", batch)
+    outcome = _run(pretrain.main, folder, "--replay", batch)
     assert outcome.status == 0, outcome.err
     assert re.search(r"iteration 3/3  loss \d\.\d+", outcome.out)
     assert "saved checkpoint" not in outcome.out
     assert (folder / "latest_checkpointed_iteration.txt").read_text() == "2"
 
-    outcome = _run(with_a_weight_that_is_nan, folder, "--exo-replay", batch)
+    outcome = _run(with_a_weight_that_is_nan, folder, "--replay", batch)
     assert outcome.status == 1
     assert "the output of module.decoder.layers.1.mlp.linear_fc1 is the first that is not finite" in one_line(
         outcome.err
@@ -182,10 +182,10 @@ def test_a_rank_that_reads_no_batches_has_another_save_the_one_in_which_it_finds
     assert done.returncode == 1
     said = "\n".join(re.findall("^error: (.*)$", done.stderr, flags=re.M))
     assert re.match(r"rank 1: found (NaN|Inf) in local grad norm .*, iteration 3; its batch is in ", said)
-    assert f"its batch is in {path}, see --exo-replay" in said
+    assert f"its batch is in {path}, see --replay" in said
     assert len(read_batch(path)) == MICRO_BATCHES
     assert [file.name for file in path.parent.iterdir()] == [path.name]
-    replayed = _run(pretrain.main, tmp_path, "--exo-replay", str(path))
+    replayed = _run(pretrain.main, tmp_path, "--replay", str(path))
     assert replayed.status == 0, replayed.err
     assert "iteration 3/3" in replayed.out
 
