@@ -43,6 +43,8 @@ _SHAPES = (
 _IN_OPTIMIZER_STATE = ("adam_beta1", "adam_beta2", "adam_eps")
 """Arguments of which the optimizer's state, once it is loaded, has the values that count."""
 
+_RATES = ("lr", "min_lr", "exo_adam_lr", "weight_decay", "start_weight_decay", "end_weight_decay")
+
 _LONGEST_LIST = 8
 
 
@@ -93,6 +95,9 @@ def check_load(args: Namespace, exo: ExoConfig) -> None:
         _check_optimizer(folder, saved, args)
     if os.environ.get("RANK", "0") == "0":
         _check_same_run(folder, saved, args)
+    if args.use_checkpoint_opt_param_scheduler and not starts_anew(args):
+        for name in _RATES:  # parameters are grouped by them; the rest Megatron's scheduler takes from the checkpoint
+            setattr(args, name, getattr(saved, name, None))
     has_decided = args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler
     if starts_anew(args) or has_decided or (schedule := schedule_of(args)) == before:
         return
