@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import re
@@ -16,7 +17,13 @@ import torch
 
 from megatron_exo.checkpoints import reading
 from megatron_exo.checkpoints.integrity import MANIFEST, read_manifest
-from megatron_exo.checkpoints.reading import TRACKER, CheckpointError, read_index, read_saved_arguments
+from megatron_exo.checkpoints.reading import (
+    TRACKER,
+    CheckpointError,
+    read_index,
+    read_saved_arguments,
+    read_shared_state,
+)
 from megatron_exo.config import ExoConfig
 from megatron_exo.pretrain import main
 from megatron_exo.resume import check_load, check_save, folder_to_load
@@ -167,6 +174,32 @@ def test_another_schedule_is_refused_unless_one_of_the_two_is_chosen(args: Names
         "skip_train",
     ):
         check_load(Namespace(**vars(args) | {way_out: True}), exo_of(args))
+
+
+def test_the_checkpoints_schedule_comes_with_its_rates(args: Namespace) -> None:
+    args.lr, args.min_lr, args.use_checkpoint_opt_param_scheduler = 5e-4, 1e-5, True
+    check_load(args, exo_of(args))
+    assert (args.lr, args.min_lr) == (1e-3, 0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", ["", "--bf16 --use-distributed-optimizer"], ids=["ordinary", "distributed"])
+def test_a_run_goes_on_with_another_learning_rate_where_that_is_meant(run: Path, words: str) -> None:
+    if words:
+        shutil.rmtree(run)
+        assert pretrain(run, *words.split(), "--exit-interval", "2").status == 0
+    lower = [*words.split(), "--lr", "4e-4", "--min-lr", "1e-4", "--weight-decay", "0.3"]
+    lower += ["--override-opt-param-scheduler", "--exo-accept-change", "training"]
+    for steps in (["--exit-interval", "3"], []):  # with what is saved, it is the run's own
+        outcome = pretrain(run, *lower, *steps)
+        assert outcome.status == 0, outcome.err
+    records = [json.loads(line) for line in (run / "logs" / "metrics.jsonl").read_text().splitlines()]
+    rates = {record["iteration"]: record["learning_rate"] for record in records if record["kind"] == "train"}
+    assert rates == pytest.approx({1: 7.5e-4, 2: 5e-4, 3: 1.75e-4, 4: 1e-4})
+    group = read_shared_state(run / "iter_0000004", read_index(run / "iter_0000004"))["optimizer"]
+    groups = group.get("param_groups") or group["optimizer"]["param_groups"]
+    assert {(each["max_lr"], each["min_lr"]) for each in groups} == {(4e-4, 1e-4)}
+    assert max(each["weight_decay"] for each in groups) == 0.3
 
 
 def test_a_run_that_has_not_begun_to_decay_is_extended_as_if_planned_so(args: Namespace, run: Path) -> None:
@@ -451,6 +484,7 @@ def test_weights_to_begin_with_are_not_guessed(args: Namespace) -> None:
         check_load(args, exo_of(args))
 
 
+@pytest.mark.slow
 def test_a_load_at_which_megatron_gives_up_is_no_success(tmp_path: Path) -> None:
     """A checkpoint in its older format that lacks what it looks for first."""
     folder = tmp_path / "iter_0000003" / "mp_rank_00"
