@@ -6,6 +6,7 @@ import errno
 import multiprocessing
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -28,14 +29,22 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
 @contextmanager
-def one_line_errors(storage_hint: str = "") -> Iterator[None]:
+def one_line_errors(storage_hint: str = "", interrupt_hint: str = "") -> Iterator[None]:
     """Turn a :class:`UserError`, or storage that is full or forbidden, into one line on standard error and status 1.
+
+    And Ctrl-C into one line of each machine and status 130.
 
     Args:
         storage_hint: what a full or read-only disk means for the work at hand.
+        interrupt_hint: what being interrupted means for it.
     """
     try:
         yield
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # torchrun sends another
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"interrupted{'; ' if interrupt_hint else ''}{interrupt_hint}", file=sys.stderr)
+        _leave_others(128 + signal.SIGINT)
     except UserError as error:
         leave(str(error))
     except BaseException as error:
@@ -53,11 +62,8 @@ def leave(message: str, *, status: int = 1, only_here: bool = False) -> NoReturn
     """
     line = " ".join(message.split())
     if only_here or _is_connected():
-        print(f"error: rank {os.environ.get('RANK', '0')}: {line}", file=sys.stderr, flush=True)
-        # Other ranks may wait for this one in a collective, and threads of this one for them: leave without either.
-        for child in multiprocessing.active_children():  # a checkpoint's save leaves a manager behind
-            child.kill()  # it may have this process's handler of SIGTERM
-        os._exit(status)
+        print(f"error: rank {os.environ.get('RANK', '0')}: {line}", file=sys.stderr)
+        _leave_others(status)
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"error: {line}", file=sys.stderr, flush=True)
     else:
@@ -83,6 +89,15 @@ def one_line(error: BaseException) -> str:
     if "Traceback (most recent call last):" in message:
         lines.reverse()
     return f"{type(error).__name__}: {next((line for line in lines if not line.endswith(':')), 'no message')}"
+
+
+def _leave_others(status: int) -> NoReturn:
+    """End this process although other ranks may wait for it in a collective, and threads of its own for them."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    for child in multiprocessing.active_children():  # a checkpoint's save leaves a manager behind
+        child.kill()  # it may have this process's handler of SIGTERM
+    os._exit(status)
 
 
 def _is_connected() -> bool:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import signal
 import sys
 from argparse import Namespace
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_exo import platform
-from megatron_exo.errors import one_line_errors
+from megatron_exo.errors import UserError, one_line_errors
 from megatron_exo.platform.children import end_children_with_this_process, end_with_torchrun
 
 if TYPE_CHECKING:
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 def main() -> None:
     """Parse the command line and train; one line and exit status 1 where the request cannot be met."""
     hint = "the checkpoints before this one are whole, make room and start again with the same command"
-    with one_line_errors(storage_hint=hint):
+    interrupted = "with --save and --load, the same command goes on from the newest checkpoint; SIGTERM saves one first"
+    with one_line_errors(storage_hint=hint, interrupt_hint=interrupted):
         platform.activate()
         end_children_with_this_process()
         end_with_torchrun()
@@ -53,7 +55,7 @@ def _run() -> None:
     from megatron_exo.optimizer.muon import register
     from megatron_exo.optimizer.recipe import recipe_from_args
     from megatron_exo.plan import format_plan
-    from megatron_exo.resume import folder_to_load
+    from megatron_exo.resume import check_save, folder_to_load
     from megatron_exo.roll_call import Place, check_all_find, check_shared, format_places, gather_places
     from megatron_exo.startup import check_storage, connect, device_name, preview, training_plan, understand
 
@@ -75,6 +77,7 @@ def _run() -> None:
         if start.args.exit_signal_handler:  # what Megatron does at SIGTERM; clusters announce preemption by SIGUSR1
             signal.signal(signal.SIGUSR1, signal.getsignal(start.args.exit_signal))
         check_data_arguments(start.args, start.tokenizer)
+        check_save(start.args)
         check_storage(start.args, start.exo, start.vocab_size)
         if args.rank == 0:
             out.say(format_plan(training_plan(start)))
@@ -101,7 +104,11 @@ def _run() -> None:
             if start.args.load is not None:
                 found = folder_to_load(start.args)
                 check_all_find(f"--load {start.args.load}", found.name if found else None)
-        with batch_saved_when_not_finite(start.args, Path(args.save or ".") / "not-finite"), last_one_checked():
+        with (
+            batch_saved_when_not_finite(start.args, Path(args.save or ".") / "not-finite"),
+            last_one_checked(),
+            _giving_up_told(),
+        ):
             pretrain(
                 pretrain_cfg_container_from_args(start.args, start.model_config),
                 datasets_provider,
@@ -111,6 +118,24 @@ def _run() -> None:
             )
         dist.barrier()
         dist.destroy_process_group()
+
+
+@contextmanager
+def _giving_up_told() -> Iterator[None]:
+    """Let a run end with an error where Megatron, unable to load a checkpoint, would end it with status 0.
+
+    Raises:
+        UserError: it has given up; of the reason it prints more than is shown.
+    """
+    try:
+        yield
+    except SystemExit as end:
+        if end.code is not None:
+            raise
+        raise UserError(
+            "Megatron has given up, which it does where it cannot load a checkpoint; the last lines in SAVE/logs, or "
+            "with --exo-log full on the terminal, say why"
+        ) from end
 
 
 def _show_plan() -> None:

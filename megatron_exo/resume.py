@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from megatron_exo import console
+from megatron_exo.arguments import option
 from megatron_exo.checkpoints.integrity import damages, newest_whole, read_manifest
 from megatron_exo.checkpoints.manifest import POSITIONS
 from megatron_exo.checkpoints.reading import (
@@ -41,30 +43,31 @@ _SHAPES = (
 _IN_OPTIMIZER_STATE = ("adam_beta1", "adam_beta2", "adam_eps")
 """Arguments of which the optimizer's state, once it is loaded, has the values that count."""
 
+_RATES = ("lr", "min_lr", "exo_adam_lr", "weight_decay", "start_weight_decay", "end_weight_decay")
+
 _LONGEST_LIST = 8
 
 
 def check_load(args: Namespace, exo: ExoConfig) -> None:
     """Check the checkpoint that the run would load, if there is one.
 
-    A folder without any checkpoint is none: the first start of a run names the folder it will save to.
+    A folder without any checkpoint is none where the run saves to it: the first start of a run names it already.
 
     The files are compared with the manifest's checksums by one process of each machine, which takes its share of them,
     unless ``--no-verify-checkpoint`` says not to.
 
     Raises:
-        CheckpointError: it is damaged, incomplete or another model's.
+        CheckpointError: it is damaged, incomplete or another model's, or there is none where there has to be one.
     """
+    for name in ("load", "pretrained_checkpoint"):
+        _refuse_one_checkpoint(name, getattr(args, name))
     _name_what_no_tracker_names(args)
     folder = folder_to_load(args)
     if folder is None:
-        if args.load is not None and args.exit_on_missing_checkpoint:
-            raise CheckpointError(
-                f"--load {args.load} holds no checkpoint; check the path, or leave out --exit-on-missing-checkpoint"
-            )
-        if args.pretrained_checkpoint is not None:
-            raise CheckpointError(f"--pretrained-checkpoint {args.pretrained_checkpoint} holds none; check the path")
+        _check_first_start(args)
         return
+    if args.load is None or folder.parent != Path(args.load):
+        args = Namespace(**vars(args) | {"finetune": True})  # as Megatron sets it once it loads from elsewhere
     try:
         if check_files_of_ranks(folder):
             return
@@ -92,6 +95,9 @@ def check_load(args: Namespace, exo: ExoConfig) -> None:
         _check_optimizer(folder, saved, args)
     if os.environ.get("RANK", "0") == "0":
         _check_same_run(folder, saved, args)
+    if args.use_checkpoint_opt_param_scheduler and not starts_anew(args):
+        for name in _RATES:  # parameters are grouped by them; the rest Megatron's scheduler takes from the checkpoint
+            setattr(args, name, getattr(saved, name, None))
     has_decided = args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler
     if starts_anew(args) or has_decided or (schedule := schedule_of(args)) == before:
         return
@@ -109,6 +115,64 @@ def check_load(args: Namespace, exo: ExoConfig) -> None:
         "--override-opt-param-scheduler to go on with this command line's, or --use-checkpoint-opt-param-scheduler "
         "to keep the checkpoint's"
     )
+
+
+def _refuse_one_checkpoint(name: str, path: str | None) -> None:
+    """Refuse the folder of one iteration in the place of a run's, which Megatron would find nothing in."""
+    if path is not None and (match := re.fullmatch(r"iter_(\d+)", Path(path).name)) and Path(path).is_dir():
+        raise CheckpointError(
+            f"{option(name)} {path} is one checkpoint, and not the folder of a run; pass {option(name)} "
+            f"{Path(path).parent} --ckpt-step {int(match[1])}"
+        )
+
+
+def _check_first_start(args: Namespace) -> None:
+    """Whether a run may begin with random weights although a checkpoint to load is named, and none is there."""
+    if args.pretrained_checkpoint is not None:
+        raise CheckpointError(f"--pretrained-checkpoint {args.pretrained_checkpoint} holds none; check the path")
+    if args.exit_on_missing_checkpoint:
+        raise CheckpointError(
+            f"--load {args.load} holds no checkpoint; check the path, or leave out --exit-on-missing-checkpoint"
+        )
+    if args.finetune or not _is_saved_to(args.load, args):
+        why = "--finetune needs its weights" if args.finetune else "it is not the folder of --save"
+        raise CheckpointError(
+            f"--load {args.load} holds no checkpoint, and {why}; check the path, or leave out --load to begin with "
+            "random weights"
+        )
+
+
+def check_save(args: Namespace) -> None:
+    """Refuse to train over the checkpoints in ``--save`` without going on from them, and say so of going back.
+
+    Raises:
+        CheckpointError: there are some, and the run would begin with other weights.
+    """
+    if args.save is None or args.skip_train or args.replay is not None:
+        return
+    newest = newest_whole(Path(args.save), checksums=False)
+    if newest is None:
+        return
+    if args.finetune or not _is_saved_to(args.load, args):
+        way_on = "leave out --finetune" if _is_saved_to(args.load, args) else f"pass --load {args.save}"
+        if args.finetune:
+            way_out = f"another folder as both --save and --load, with --pretrained-checkpoint {args.load}"
+        else:
+            way_out = "another --save"
+        raise CheckpointError(
+            f"--save {args.save} has checkpoints up to iteration {newest}, and a run that does not go on from one "
+            f"of them would write over them; {way_on} to go on from the newest, or pass {way_out}"
+        )
+    if args.ckpt_step is not None and args.ckpt_step < newest and os.environ.get("RANK", "0") == "0":
+        console.say(
+            f"going back to checkpoint {args.ckpt_step} of {args.save}, which has some up to {newest}: those are "
+            "written over as the run gets there; leave out --ckpt-step at the next start, which would go back again"
+        )
+
+
+def _is_saved_to(load: str | None, args: Namespace) -> bool:
+    """Whether a folder to load from is that of ``--save``, however they are spelled."""
+    return load is not None and args.save is not None and Path(load).resolve() == Path(args.save).resolve()
 
 
 def _check_optimizer(folder: Path, saved: Namespace, args: Namespace) -> None:
@@ -189,6 +253,7 @@ def _name_what_no_tracker_names(args: Namespace) -> None:
     step = newest_whole(Path(args.load), checksums=False)
     if step is not None:
         args.ckpt_step = step
+        args.pretrained_checkpoint = None  # which Megatron would read where there is no tracker
         if os.environ.get("RANK", "0") == "0":
             console.say(f"{args.load} has no {TRACKER}: going on from its newest whole checkpoint, {step}")
 

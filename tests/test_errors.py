@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -118,7 +119,17 @@ def test_trouble_with_storage_is_told_by_the_rank_that_has_it(
     assert said.count("\n") == 1
 
 
-@pytest.mark.parametrize("error", [KeyError("x"), OSError(errno.ENOENT, "No such file"), KeyboardInterrupt()])
+def test_ctrl_c_is_one_line_of_each_machine(ending: Callable[..., tuple]) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        assert ending(KeyboardInterrupt(), RANK="8", LOCAL_RANK="0") == ("Ended", 130, "interrupted\n")
+        assert ending(KeyboardInterrupt(), RANK="9", LOCAL_RANK="1") == ("Ended", 130, "")
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN  # a second one would be a traceback
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), OSError(errno.ENOENT, "No such file")])
 def test_any_other_error_keeps_its_traceback(error: BaseException) -> None:
     with pytest.raises(type(error)), one_line_errors(HINT):
         raise error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import re
@@ -12,13 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_exo.checkpoints import reading
-from megatron_exo.checkpoints.integrity import MANIFEST
-from megatron_exo.checkpoints.reading import TRACKER, CheckpointError, read_index, read_saved_arguments
+from megatron_exo.checkpoints.integrity import MANIFEST, read_manifest
+from megatron_exo.checkpoints.reading import (
+    TRACKER,
+    CheckpointError,
+    read_index,
+    read_saved_arguments,
+    read_shared_state,
+)
 from megatron_exo.config import ExoConfig
 from megatron_exo.pretrain import main
-from megatron_exo.resume import check_load, folder_to_load
+from megatron_exo.resume import check_load, check_save, folder_to_load
 from megatron_exo.schedule import is_extension
 from tests.programs import MOCK_DATA, MODEL, RUN, Outcome, one_line, run_program
 
@@ -56,7 +64,7 @@ def args(run: Path) -> Namespace:
     """The arguments with which the run would go on."""
     folder = run / "iter_0000002"
     saved = read_saved_arguments(folder, read_index(folder))
-    saved.load = str(run)
+    saved.load = saved.save = str(run)
     return saved
 
 
@@ -169,6 +177,32 @@ def test_another_schedule_is_refused_unless_one_of_the_two_is_chosen(args: Names
         check_load(Namespace(**vars(args) | {way_out: True}), exo_of(args))
 
 
+def test_the_checkpoints_schedule_comes_with_its_rates(args: Namespace) -> None:
+    args.lr, args.min_lr, args.use_checkpoint_opt_param_scheduler = 5e-4, 1e-5, True
+    check_load(args, exo_of(args))
+    assert (args.lr, args.min_lr) == (1e-3, 0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", ["", "--bf16 --use-distributed-optimizer"], ids=["ordinary", "distributed"])
+def test_a_run_goes_on_with_another_learning_rate_where_that_is_meant(run: Path, words: str) -> None:
+    if words:
+        shutil.rmtree(run)
+        assert pretrain(run, *words.split(), "--exit-interval", "2").status == 0
+    lower = [*words.split(), "--lr", "4e-4", "--min-lr", "1e-4", "--weight-decay", "0.3"]
+    lower += ["--override-opt-param-scheduler", "--exo-accept-change", "training"]
+    for steps in (["--exit-interval", "3"], []):  # with what is saved, it is the run's own
+        outcome = pretrain(run, *lower, *steps)
+        assert outcome.status == 0, outcome.err
+    records = [json.loads(line) for line in (run / "logs" / "metrics.jsonl").read_text().splitlines()]
+    rates = {record["iteration"]: record["learning_rate"] for record in records if record["kind"] == "train"}
+    assert rates == pytest.approx({1: 7.5e-4, 2: 5e-4, 3: 1.75e-4, 4: 1e-4})
+    group = read_shared_state(run / "iter_0000004", read_index(run / "iter_0000004"))["optimizer"]
+    groups = group.get("param_groups") or group["optimizer"]["param_groups"]
+    assert {(each["max_lr"], each["min_lr"]) for each in groups} == {(4e-4, 1e-4)}
+    assert max(each["weight_decay"] for each in groups) == 0.3
+
+
 def test_a_run_that_has_not_begun_to_decay_is_extended_as_if_planned_so(args: Namespace, run: Path) -> None:
     """WSD: two of four steps are done; six of eight are flat, two of four are, one of four is not."""
     flat = {"lr_decay_style": "WSD", "lr_wsd_decay_style": "linear", "lr_wsd_decay_iters": 2}
@@ -206,11 +240,75 @@ def test_numbers_that_are_in_the_optimizers_state_cannot_be_changed_by_the_comma
 
 
 def test_a_folder_without_checkpoints_is_a_first_start_unless_one_is_demanded(args: Namespace, tmp_path: Path) -> None:
-    args.load = str(tmp_path / "new")
+    args.load = args.save = str(tmp_path / "new")
     check_load(args, exo_of(args))
     args.exit_on_missing_checkpoint = True
     with pytest.raises(CheckpointError, match="new holds no checkpoint; check the path"):
         check_load(args, exo_of(args))
+
+
+def test_random_weights_are_not_taken_for_those_of_a_folder_without_any(args: Namespace, tmp_path: Path) -> None:
+    args.load = str(tmp_path / "runs" / "mistyped")
+    with pytest.raises(CheckpointError, match="mistyped holds no checkpoint, and it is not the folder of --save"):
+        check_load(args, exo_of(args))
+    args.save = args.load
+    check_load(args, exo_of(args))
+    args.finetune = True
+    with pytest.raises(CheckpointError, match="mistyped holds no checkpoint, and --finetune needs its weights; check"):
+        check_load(args, exo_of(args))
+
+
+def test_one_checkpoint_in_the_place_of_its_run_is_refused_with_what_to_pass(args: Namespace) -> None:
+    run = args.load
+    args.load = f"{run}/iter_0000002"
+    with pytest.raises(CheckpointError, match=f"is one checkpoint, .*; pass --load {run} --ckpt-step 2$"):
+        check_load(args, exo_of(args))
+
+
+def test_weights_to_begin_with_may_be_of_another_schedule_optimizer_and_data(args: Namespace, tmp_path: Path) -> None:
+    args.pretrained_checkpoint, args.load = args.load, str(tmp_path / "new")
+    args.lr, args.seed, args.adam_beta2 = 5e-4, 5, 0.5
+    check_load(args, exo_of(args))
+    assert not args.finetune  # the next start goes on from the run's own
+    args.load, args.pretrained_checkpoint = args.pretrained_checkpoint, None
+    with pytest.raises(CheckpointError):
+        check_load(args, exo_of(args))
+
+
+def test_a_run_that_would_write_over_the_checkpoints_of_another_is_refused(run: Path, tmp_path: Path) -> None:
+    words = f"{MODEL} {MOCK_DATA} {RUN} {SAVING} --save {run}".split()
+    assert error_of(run_program(main, words)) == (
+        f"--save {run} has checkpoints up to iteration 2, and a run that does not go on from one of them would write "
+        f"over them; pass --load {run} to go on from the newest, or pass another --save"
+    )
+    assert read_manifest(run / "iter_0000002") is not None
+
+
+def test_what_a_run_saves_to_is_what_it_goes_on_from(
+    args: Namespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Path(args.save)
+    (tmp_path / "link").symlink_to(run)
+    args.load = str(tmp_path / "link")  # the same folder by another name
+    check_save(args)
+    for name, value, way_out in (
+        ("load", str(tmp_path / "other"), f"pass --load {run} to go on"),
+        ("finetune", True, "leave out --finetune to go on from the newest, or pass another folder as both"),
+    ):
+        with pytest.raises(CheckpointError, match=way_out):
+            check_save(Namespace(**vars(args) | {name: value}))
+    for name in ("skip_train", "replay"):  # nothing is saved
+        check_save(Namespace(**vars(args) | {"load": None, name: "batch.pt"}))
+    shutil.copytree(run / "iter_0000002", run / "iter_0000004")
+    assert capsys.readouterr().out == ""
+    args.ckpt_step = 2
+    check_save(args)
+    assert f"going back to checkpoint 2 of {run}, which has some up to 4" in capsys.readouterr().out
+    shutil.rmtree(run / "iter_0000004")
+    remove(MANIFEST)(run / "iter_0000002")
+    remove("metadata.json")(run / "iter_0000002")
+    args.load = None
+    check_save(args)  # what a crash has left of a first save is nothing to go on from
 
 
 def test_a_pretrained_checkpoint_is_read_only_where_there_is_no_own_one(args: Namespace, tmp_path: Path) -> None:
@@ -366,8 +464,9 @@ def test_a_first_checkpoint_cut_short_before_its_tracker_is_gone_on_from(
     remove(f"../{TRACKER}")(root / "iter_0000002")
     if not has_manifest:
         remove(MANIFEST)(root / "iter_0000002")
+    args.pretrained_checkpoint = str(root)  # what Megatron would read without a tracker
     check_load(args, exo_of(args))
-    assert args.ckpt_step == 2
+    assert (args.ckpt_step, args.pretrained_checkpoint) == (2, None)
     assert f"{root} has no {TRACKER}: going on from its newest whole checkpoint, 2\n" in capsys.readouterr().out
 
 
@@ -384,6 +483,16 @@ def test_weights_to_begin_with_are_not_guessed(args: Namespace) -> None:
     remove(f"../{TRACKER}")(Path(args.pretrained_checkpoint) / "iter_0000002")
     with pytest.raises(CheckpointError, match=r"holds checkpoints but no .*; pass --ckpt-step 2 for the newest whole"):
         check_load(args, exo_of(args))
+
+
+@pytest.mark.slow
+def test_a_load_at_which_megatron_gives_up_is_no_success(tmp_path: Path) -> None:
+    """A checkpoint in its older format that lacks what it looks for first."""
+    folder = tmp_path / "iter_0000003" / "mp_rank_00"
+    folder.mkdir(parents=True)
+    torch.save({"arguments": 1}, folder / "model_optim_rng.pt")
+    (tmp_path / TRACKER).write_text("3")
+    assert error_of(pretrain(tmp_path)).startswith("rank 0: Megatron has given up, which it does where it cannot load")
 
 
 def test_a_checkpoint_without_a_manifest_loads(args: Namespace) -> None:

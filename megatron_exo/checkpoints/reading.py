@@ -72,6 +72,8 @@ def read_index(folder: Path) -> Metadata:
     """
     path = folder / ".metadata"
     if not path.is_file() or not (folder / "metadata.json").is_file():
+        if any(folder.glob("mp_rank_*")):
+            raise DamagedCheckpointError(f"{folder} is in Megatron's older format (mp_rank_*), which has no index")
         raise DamagedCheckpointError(f"{folder} is no complete checkpoint: it has no index")
     try:
         index = read_index_pickle(path.read_bytes())

@@ -41,6 +41,7 @@ def end_children_with_this_process() -> None:
 
     def follow() -> None:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all of them: the parent's end is theirs
         if os.getppid() != parent[0]:  # it has died in between
             os._exit(1)
 

@@ -15,6 +15,7 @@ import megatron_exo.platform.command_line as command_line
 import megatron_exo.platform.cpu as cpu
 import megatron_exo.platform.loading as loading
 import megatron_exo.platform.optimizer_names as optimizer_names
+import megatron_exo.platform.optimizer_rates as optimizer_rates
 import megatron_exo.platform.reshardable as reshardable
 import megatron_exo.platform.storage as storage
 from megatron_exo.platform.adam import FusedAdam
@@ -95,8 +96,9 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "megatron.core.dist_checkpointing:load",
-        optimizer_names.by_the_names_there_are,
-        "main weights have another name in a checkpoint of another kind of optimizer",
+        lambda original: optimizer_rates.of_this_run(optimizer_names.by_the_names_there_are(original)),
+        "main weights have another name in a checkpoint of another kind of optimizer; and a run cannot go on with "
+        "another learning rate",
         when="always",
     ),
     Patch(

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import psutil
 import pytest
@@ -31,6 +32,11 @@ def _rank(pids: Connection, ends_children: bool) -> None:
     time.sleep(60)
 
 
+def _ignores_ctrl_c(pid: int) -> bool:
+    (line,) = (each for each in Path(f"/proc/{pid}/status").read_text().splitlines() if each.startswith("SigIgn:"))
+    return bool(int(line.split()[1], 16) >> (signal.SIGINT - 1) & 1)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
 @pytest.mark.parametrize("ends_children", [True, False], ids=["with it", "without it"])
 def test_children_and_their_children_end_with_a_killed_process(ends_children: bool) -> None:
@@ -38,6 +44,8 @@ def test_children_and_their_children_end_with_a_killed_process(ends_children: bo
     rank = _fork.Process(target=_rank, args=(there, ends_children))
     rank.start()
     children = [psutil.Process(here.recv()) for _ in range(2)]
+    for child in children:
+        assert _ignores_ctrl_c(child.pid) == ends_children
     os.kill(rank.pid or 0, signal.SIGKILL)
     rank.join()
     _, alive = psutil.wait_procs(children, timeout=10 if ends_children else 0.5)
