@@ -63,9 +63,11 @@ class _IndexUnpickler(Unpickler):
             demand(len(args) == 1 and is_name(args[0]), f"a {kind_of(function)} that is no name or number")
         return function(*args)
 
-    def new(self, kind: Any) -> Any:
+    def new(self, kind: Any, args: tuple[Any, ...]) -> Any:
         if not isinstance(kind, type) or kind not in self.data_classes:  # in this order: other things may not hash
             raise refusal("an object of another class than those of data")
+        if args:
+            raise refusal("an object made from arguments")
         return object.__new__(kind)
 
     def build(self, instance: Any, state: Any) -> None:
@@ -119,8 +121,15 @@ class _Named:
     name: str
 
 
+@dataclasses.dataclass(frozen=True)
 class _Made:
     """An object that the file would make."""
+
+    kind: str = ""
+
+
+_CALLER, _CALL = (f"megatron.core.rerun_state_machine.{name}" for name in ("Caller", "Call"))
+"""The tuples with names in which ``--rerun-mode`` keeps what it has found."""
 
 
 _ITEM_SIZES = {name: dtype.itemsize for name, dtype in torch.storage._storage_type_to_dtype_map().items()}
@@ -147,9 +156,13 @@ class _Outline(Unpickler):
             demand(all(_is_modest(arg) for arg in args), f"a {function.name} made from more than names and numbers")
         return _Made()
 
-    def new(self, kind: Any) -> Any:
+    def new(self, kind: Any, args: tuple[Any, ...]) -> Any:
         demand(isinstance(kind, _Named), f"an object of a {type(kind).__name__}")
-        return _Made()
+        if args:
+            names_and_numbers = args[1:] if kind.name == _CALL and args[0] == _Made(_CALLER) else args
+            is_modest = all(_is_modest(arg) for arg in names_and_numbers)
+            demand(kind.name in (_CALLER, _CALL) and is_modest, "an object made from arguments")
+        return _Made(kind.name)
 
     def build(self, instance: Any, state: Any) -> None:
         demand(isinstance(instance, _Made | dict), f"a state of a {type(instance).__name__}")

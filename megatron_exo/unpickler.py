@@ -48,8 +48,8 @@ class Unpickler:
         """What ``function(*args)`` stands for."""
         raise NotImplementedError
 
-    def new(self, kind: Any) -> Any:
-        """An empty object of a class."""
+    def new(self, kind: Any, args: tuple[Any, ...]) -> Any:
+        """What stands for a new object of a class, before :meth:`build` fills it."""
         raise NotImplementedError
 
     def build(self, instance: Any, state: Any) -> None:
@@ -100,7 +100,7 @@ class Unpickler:
                 stack = []
             elif code == _EMPTY_TUPLE:
                 if data[place : place + 5] == _OBJECT:
-                    stack[-1] = self.new(stack[-1])
+                    stack[-1] = self.new(stack[-1], ())
                     memo.append(stack[-1])
                     stack.append({})
                     memo.append(stack[-1])
@@ -136,8 +136,8 @@ class Unpickler:
                 stack.append({})
             elif code == _NEWOBJ:
                 args = stack.pop()
-                demand(type(args) is tuple and not args, "an object made from arguments")
-                stack[-1] = self.new(stack[-1])
+                demand(type(args) is tuple, "an object without arguments")
+                stack[-1] = self.new(stack[-1], args)
             elif code == _TUPLE1:
                 stack[-1] = (stack[-1],)
             elif code == _REDUCE:

@@ -199,6 +199,7 @@ def test_a_disk_with_less_room_than_a_checkpoint_is_refused(monkeypatch: pytest.
     sizes = {"num_layers": 4, "hidden_size": 1024, "num_attention_heads": 16, "kv_channels": 64, "seq_length": 2048}
     args = Namespace(**sizes, ffn_hidden_size=2048, group_query_attention=False, bf16=True, fp16=False)
     args.save, args.no_save_optim, args.untie_embeddings_and_output_weights = str(tmp_path), False, True
+    args.rotary_base, args.layernorm_epsilon = 500_000, 1e-6
 
     def check(free: float) -> None:
         monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free))

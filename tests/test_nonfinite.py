@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ import torch
 from torch import Tensor
 
 from megatron_exo import forward_step, pretrain
+from megatron_exo.checkpoints import hooks
+from megatron_exo.checkpoints.integrity import damages
 from megatron_exo.errors import UserError
 from megatron_exo.launch import ROOT
 from megatron_exo.nonfinite import StepBatches, batch_saved_when_not_finite
@@ -42,6 +45,24 @@ def _poison(at: int, spoil: Any) -> None:
 def with_a_loss_that_is_nan() -> None:
     """In the second micro-batch of iteration 3."""
     _poison(2 * MICRO_BATCHES + 2, lambda loss: loss * float("nan"))
+    pretrain.main()
+
+
+def with_losses_that_are_nan_while_a_checkpoint_is_written() -> None:
+    """From iteration 3 on, also when it is tried again; what is written in the background takes its time."""
+    original_loss, original_digest, seen = forward_step.reduce_loss, hooks.leave_digest, 0
+
+    def reduce_loss(*args: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        nonlocal seen
+        seen += 1
+        loss, num_tokens, logged = original_loss(*args)
+        return loss * float("nan") if seen > 2 * MICRO_BATCHES else loss, num_tokens, logged
+
+    def leave_digest(path: Path) -> None:
+        time.sleep(3)
+        original_digest(path)
+
+    forward_step.reduce_loss, hooks.leave_digest = reduce_loss, leave_digest
     pretrain.main()
 
 
@@ -131,6 +152,18 @@ def test_a_replay_trains_one_iteration_on_that_batch_and_saves_nothing(
     assert "the output of module.decoder.layers.1.mlp.linear_fc1 is the first that is not finite" in one_line(
         outcome.err
     )
+
+
+@pytest.mark.slow
+def test_what_a_rerun_has_found_is_saved_for_the_next_start(tmp_path: Path) -> None:
+    """In the checkpoint of the step before, which is just being written."""
+    words = "--rerun-mode validate_results --async-save".split()
+    stopped, again = (_run(with_losses_that_are_nan_while_a_checkpoint_is_written, tmp_path, *words) for _ in range(2))
+    assert stopped.status == again.status == 16
+    assert "unexpected result is reproducible" in stopped.out
+    assert damages(tmp_path / "iter_0000002", checksums=True) == []
+    assert f"loaded checkpoint 2 from {tmp_path}\n" in again.out
+    assert "Got rescheduled on the same GPU" in again.out
 
 
 @pytest.mark.slow

@@ -37,13 +37,22 @@ def emptied_first(original: Callable[..., Any]) -> Callable[..., Any]:
     of more ranks than there are now, would look like a whole checkpoint.
 
     And let all ranks know before the tracker is written if the first could not write what it alone writes.
+
+    A checkpoint that is still being written in the background is ended before the same one is saved again, as
+    ``--rerun-mode`` may ask for.
     """
+    in_flight: set[Path] = set()
 
     @functools.wraps(original)
     def save(sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
         if MultiStorageClientFeature.is_enabled():
             return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
         folder = Path(checkpoint_dir)
+        if folder in in_flight:
+            in_flight.discard(folder)
+            from megatron.training.async_utils import maybe_finalize_async_save
+
+            failed_saves.survived(maybe_finalize_async_save)(blocking=True)
         if dist.get_rank() == 0:
             failed_saves.noted(_empty)(folder)
         failed_saves.tell_all_ranks()
@@ -52,7 +61,8 @@ def emptied_first(original: Callable[..., Any]) -> Callable[..., Any]:
             if request is None:
                 failed_saves.tell_all_ranks()
                 return None
-        ends = [*request.finalize_fns, failed_saves.tell_all_ranks]
+        in_flight.add(folder)
+        ends = [*request.finalize_fns, failed_saves.tell_all_ranks, lambda: in_flight.discard(folder)]
         request.finalize_fns[:] = [_removed_if_it_fails(folder)(end) for end in ends]
         return request
 

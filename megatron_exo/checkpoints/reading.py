@@ -16,11 +16,15 @@ from typing import Any
 
 import torch
 from megatron.core import safe_globals  # noqa: F401  its import registers Megatron's plain classes for torch.load
+from megatron.core.rerun_state_machine import Call, Caller
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
 from megatron_exo.errors import UserError, reason
 from megatron_exo.plain_pickle import check_saved, read_index_pickle
+
+# What --rerun-mode keeps in a checkpoint after it has found something: Megatron leaves these out of its list.
+torch.serialization.add_safe_globals([Call, Caller])
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _LONGEST_TRACKER = 18

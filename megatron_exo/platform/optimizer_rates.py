@@ -20,9 +20,7 @@ def of_this_run(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def load(sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
-        from megatron.training import get_args
-
-        if not get_args().override_opt_param_scheduler:
+        if not _has_rates_of_its_own():
             return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
         ours: dict[tuple[Any, ...], dict[str, Any]] = {}
         for group in _groups(sharded_state_dict.get("optimizer")):
@@ -34,6 +32,16 @@ def of_this_run(original: Callable[..., Any]) -> Callable[..., Any]:
         return loaded
 
     return load
+
+
+def _has_rates_of_its_own() -> bool:
+    """Whether this is a run with the option; a program without Megatron's arguments has none."""
+    from megatron.training import get_args
+
+    try:
+        return bool(get_args().override_opt_param_scheduler)
+    except AssertionError:
+        return False
 
 
 def _groups(state: Any) -> list[dict[str, Any]]:
