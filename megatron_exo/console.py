@@ -27,8 +27,12 @@ _SHOWN_LINES = [
     (re.compile(pattern), shown)
     for pattern, shown in (
         (r"successfully saved checkpoint from iteration +(\d+) to (.+?)(?: \[ t .*)?$", "saved checkpoint {} to {}"),
+        (  # of --finetune and --pretrained-checkpoint
+            r"successfully loaded checkpoint from (.+?)(?: \[ t .*)? at iteration 0$",
+            "loaded the weights of {0}, and nothing else: training begins with them",
+        ),
         (
-            r"successfully loaded checkpoint from (.+?)(?: \[ t .*)? at iteration (\d+)$",
+            r"successfully loaded checkpoint from (.+?)(?: \[ t .*)? at iteration ([1-9]\d*)$",
             "loaded checkpoint {1} from {0}",
         ),
         (r"will not load any checkpoints and will start from random$", "no checkpoint to load: random weights"),

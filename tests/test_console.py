@@ -243,6 +243,10 @@ def test_validation_lines_are_shown_and_recorded(
             "loaded checkpoint 10 from /runs/a",
         ),
         (
+            "  successfully loaded checkpoint from /runs/a [ t 1/2, gtp_remat 1/1, p 1/1 ] at iteration 0",
+            "loaded the weights of /runs/a, and nothing else: training begins with them",
+        ),
+        (
             "    will not load any checkpoints and will start from random",
             "no checkpoint to load: random weights",
         ),

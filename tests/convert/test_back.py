@@ -135,11 +135,14 @@ def test_training_goes_on_from_a_folder(tmp_path: Path) -> None:
         "--exo-variant dynamic-e-exoformer --num-layers 3 --hidden-size 32 --num-attention-heads 4 --kv-channels 8 "
         "--ffn-hidden-size 64 --seq-length 32 --max-position-embeddings 64 --mock-data --vocab-size 64 --num-workers 0 "
         "--tokenizer-type NullTokenizer --micro-batch-size 2 --train-iters 2 --lr 1e-3 --eval-iters 1 "
-        "--eval-interval 2 --log-interval 1 --finetune --tie-embeddings-and-output-weights --load"
+        "--eval-interval 2 --log-interval 1 --tie-embeddings-and-output-weights --save-interval 2"
     )
-    done = run_program(pretrain.main, [*arguments.split(), tmp_path / "run"])
-    assert done.status == 0, done.err
-    assert "loaded checkpoint" in done.out
+    words = [*arguments.split(), "--pretrained-checkpoint", tmp_path / "run"]
+    words += ["--save", tmp_path / "next", "--load", tmp_path / "next"]
+    for loaded in (f"loaded the weights of {tmp_path / 'run'},", f"loaded checkpoint 2 from {tmp_path / 'next'}"):
+        done = run_program(pretrain.main, words)
+        assert done.status == 0, done.err
+        assert loaded in done.out
 
 
 # -- folders that are wrong ---------------------------------------------------------------------------------------

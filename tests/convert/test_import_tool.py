@@ -76,7 +76,7 @@ def test_training_goes_on_from_an_imported_checkpoint(tmp_path: Path) -> None:
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == str(step)
     done = run_program(pretrain.main, [*GO_ON, "--load", tmp_path])
     assert done.status == 0, done.err
-    assert "loaded checkpoint" in done.out
+    assert "loaded the weights of" in done.out
     assert "iteration 2/2" in done.out
 
 
