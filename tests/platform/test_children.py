@@ -26,6 +26,7 @@ def _child(pids: Connection, deeper: int) -> None:
 
 
 def _rank(pids: Connection, ends_children: bool) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
     if ends_children:
         end_children_with_this_process()
     _fork.Process(target=_child, args=(pids, 1)).start()
