@@ -205,7 +205,10 @@ def export(source: Source, out: Path, options: Options) -> None:
             source.exo, source.sizes, str(dtype).removeprefix("torch."), parameters, source.come_from, notes
         )
         (folder.path / "README.md").write_text(card, encoding="utf-8")
-    print(f"wrote {out}: {len(shards)} files of weights, {parameters:,} parameters", flush=True)
+    print(
+        f"wrote {out}: {len(shards)} file{'s' if len(shards) > 1 else ''} of weights, {parameters:,} parameters",
+        flush=True,
+    )
     if options.push_to is not None:
         print(f"pushed to {hub.push(out, options.push_to)}", flush=True)
 
