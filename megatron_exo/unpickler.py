@@ -7,6 +7,7 @@ millions of opcodes.
 
 from __future__ import annotations
 
+import abc
 import pickle
 import struct
 from typing import Any
@@ -37,24 +38,24 @@ LARGEST_NUMBER = 1 << 20
 """What a call of anything but a tensor may be given: some classes allocate as many bytes or items."""
 
 
-class Unpickler:
+class Unpickler(abc.ABC):
     """Everything but the making of objects: subclasses say what those are."""
 
+    @abc.abstractmethod
     def find_class(self, module: str, name: str) -> Any:
         """What stands for a class or function."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def call(self, function: Any, args: tuple[Any, ...]) -> Any:
         """What ``function(*args)`` stands for."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def new(self, kind: Any, args: tuple[Any, ...]) -> Any:
         """What stands for a new object of a class, before :meth:`build` fills it."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def build(self, instance: Any, state: Any) -> None:
         """Fill an object."""
-        raise NotImplementedError
 
     def persistent_load(self, pid: Any) -> Any:
         """What a reference to something outside of the pickle stands for."""

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_exo import forward_step, pretrain
+from megatron_exo import forward_step, nonfinite, pretrain
 from megatron_exo.checkpoints import hooks
 from megatron_exo.checkpoints.integrity import damages
 from megatron_exo.errors import UserError
@@ -152,6 +152,21 @@ def test_a_replay_trains_one_iteration_on_that_batch_and_saves_nothing(
     assert "the output of module.decoder.layers.1.mlp.linear_fc1 is the first that is not finite" in one_line(
         outcome.err
     )
+
+
+def test_a_batch_of_an_earlier_start_is_not_taken_for_an_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nonfinite, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(nonfinite.parallel_state, "get_data_parallel_rank", lambda: 0)
+    (tmp_path / "iteration-3-rank-1.pt").write_bytes(b"of an earlier start")
+    found = RuntimeError("Unexpected result nan on rank 1 at iteration #4 (message='found NaN in the local loss')")
+    with (
+        pytest.raises(UserError, match="found NaN in the local loss, iteration 3; no rank has its batch"),
+        batch_saved_when_not_finite(Namespace(world_size=2, rank=1, curr_iteration=2), tmp_path),
+    ):
+        raise found
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow

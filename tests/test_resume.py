@@ -194,13 +194,24 @@ def test_a_run_goes_on_with_another_learning_rate_where_that_is_meant(run: Path,
     for steps in (["--exit-interval", "3"], []):  # with what is saved, it is the run's own
         outcome = pretrain(run, *lower, *steps)
         assert outcome.status == 0, outcome.err
-    records = [json.loads(line) for line in (run / "logs" / "metrics.jsonl").read_text().splitlines()]
-    rates = {record["iteration"]: record["learning_rate"] for record in records if record["kind"] == "train"}
-    assert rates == pytest.approx({1: 7.5e-4, 2: 5e-4, 3: 1.75e-4, 4: 1e-4})
+    assert rates_of(run) == pytest.approx({1: 7.5e-4, 2: 5e-4, 3: 1.75e-4, 4: 1e-4})
     group = read_shared_state(run / "iter_0000004", read_index(run / "iter_0000004"))["optimizer"]
     groups = group.get("param_groups") or group["optimizer"]["param_groups"]
     assert {(each["max_lr"], each["min_lr"]) for each in groups} == {(4e-4, 1e-4)}
     assert max(each["weight_decay"] for each in groups) == 0.3
+
+
+@pytest.mark.slow
+def test_a_run_keeps_the_learning_rate_of_its_checkpoint_where_that_is_meant(run: Path) -> None:
+    outcome = pretrain(run, "--lr", "4e-4", "--min-lr", "1e-4", "--use-checkpoint-opt-param-scheduler")
+    assert outcome.status == 0, outcome.err
+    assert rates_of(run) == pytest.approx({1: 7.5e-4, 2: 5e-4, 3: 2.5e-4, 4: 0.0})
+
+
+def rates_of(run: Path) -> dict[int, float]:
+    """Iteration → learning rate."""
+    records = [json.loads(line) for line in (run / "logs" / "metrics.jsonl").read_text().splitlines()]
+    return {record["iteration"]: record["learning_rate"] for record in records if record["kind"] == "train"}
 
 
 def test_a_run_that_has_not_begun_to_decay_is_extended_as_if_planned_so(args: Namespace, run: Path) -> None:

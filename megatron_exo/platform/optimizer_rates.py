@@ -11,8 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 _RATES = ("max_lr", "min_lr", "start_wd", "end_wd")
-_KIND = ("optimizer", "wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
-"""What else tells groups of parameters apart; the names are those of Megatron's ``param_group_identifier_keys``."""
 
 
 def of_this_run(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,4 +51,7 @@ def _groups(state: Any) -> list[dict[str, Any]]:
 
 
 def _kind(group: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(group.get(name) for name in _KIND)
+    """What Megatron tells groups of parameters apart by, beside their rates."""
+    from megatron.core.optimizer.optimizer import param_group_identifier_keys
+
+    return tuple(group.get(name) for name in param_group_identifier_keys if name not in _RATES)
